@@ -107,7 +107,9 @@ def test_auto_trains_as_the_plan_that_it_chose(folder):
     run("run", "--workers", "2", "--plan", decision["plan"], "train.py", folder=folder)
     direct = load_file(folder / "out.safetensors")
     assert all((chosen[name] == direct[name]).all() for name in direct)
-    assert decision["why"] in run("explain", "a", folder=folder).stdout
+    explained = run("explain", "a", folder=folder).stdout
+    assert decision["why"] in explained
+    assert re.search(r"predictions  a step of .*, .* measured \([+-]\d+%\); .* of memory, .* measured", explained)
 
 
 @pytest.mark.slow

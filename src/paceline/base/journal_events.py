@@ -338,6 +338,9 @@ class TextEvent(TrainerEvent):
     plan: NotRequired[str]  # that auto has chosen, for so many workers and these words
     workers: NotRequired[Count]
     asked: NotRequired[str]
+    predicted: NotRequired[Amount]  # seconds of a step under that plan
+    tried: NotRequired[Amount]  # the same in its trial
+    memory: NotRequired[Amount]  # bytes of a worker's process, as predicted
 
 
 class LoadedEvent(Journaled):

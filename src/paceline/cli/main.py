@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,11 @@ def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options:
     return launch(launched)
 
 
+INSIDE = "python", "cwd", "setup", "env", "engine"  # options that say how programs start on other hosts
 FAR = (
     *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
-    *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
+    *("workers_per_host", "listen", "dry_run", *INSIDE),
 )
 
 
@@ -164,6 +166,13 @@ def _plan(workers: int | None, **options: Any) -> str:
 
     memory, kept, allowed = (options.pop(name) for name in ("memory", "kept", "allowed"))
     shows = {name: options.pop(name) for name in ("form", "svg", "explained")}
+    hosts, given = options.pop("hosts"), {name: options.pop(name) for name in INSIDE}
+    if hosts is not None:
+        from paceline.launch.engines.rehearse import rehearsal_on
+
+        where = rehearsal_on(hosts, workers, **given)
+        shows["launcher"] = ("launch", "ssh", "--hosts", hosts)
+        workers = where.workers
     question = Question(
         options.pop("tries"),
         options.pop("steps"),
@@ -172,6 +181,8 @@ def _plan(workers: int | None, **options: Any) -> str:
         parse_allowed(allowed),
         machines=options.pop("machines"),
     )
+    if hosts is not None:
+        question = replace(question, rehearse=where.run, hosts=where.counts)
     return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, **shows)
 
 
@@ -582,6 +593,16 @@ def _far(option: Callable[..., Any], engine: str) -> None:
             help="address at which the others reach the first host (default: found automatically)",
         )
         _served(option, "from the first host")
+    _inside(option, engine, default_python, default_folder)
+    option("--dry-run", action="store_true", help="print what would be started, without starting it")
+    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
+    _running(option)
+    option("script", nargs="?", help="training script")
+    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _inside(option: Callable[..., Any], engine: str, default_python: str, default_folder: str) -> None:
+    """Adds the options that say how the program is started on other hosts."""
     option("--python", metavar="PATH", help=f"Python on the hosts (default: {default_python})")
     option("--cwd", metavar="DIR", help=f"folder to run in (default: {default_folder})")
     option("--setup", metavar="SHELL", help="shell command to run first on each host, like 'module load cuda'")
@@ -593,11 +614,6 @@ def _far(option: Callable[..., Any], engine: str) -> None:
         help="environment variable for the workers; repeatable",
     )
     option("--engine", default="", allow_empty=True, metavar="OPTIONS", help=f"options passed to {engine} unchanged")
-    option("--dry-run", action="store_true", help="print what would be started, without starting it")
-    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
-    _running(option)
-    option("script", nargs="?", help="training script")
-    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _explaining(add: Callable[..., Any]) -> None:
@@ -629,14 +645,19 @@ def _planning(add: Callable[..., Any]) -> None:
         "examples:\n"
         "  paceline plan train.py --workers 4\n"
         '  paceline plan train.py --workers 8 --keep "precision=bf16 micro=4" -- --size large\n'
-        "  paceline plan train.py --allow lossy,local --try 5 --json > plans.json",
-        "The first line of the answer is the command to train with. The script trains a few steps under its own plan, "
-        "which is measured; all other plans are predicted from that, and the best ones are tried for a few steps. "
-        "Nothing of these trials is kept.",
+        "  paceline plan train.py --allow lossy,local --try 5 --json > plans.json\n"
+        "  paceline plan train.py --hosts a,b:2                             workers on hosts reached by ssh",
+        "The first line of the answer is the command to train with. The blocks of the model and the links are "
+        "measured, and all plans are predicted from that; the best ones that fit are tried for a few steps. Nothing of "
+        "these trials is kept.",
     )
     option(
         "--workers", least=1, metavar="N", help="number of workers (default: the GPUs, or the CPU cores, of this host)"
     )
+    option(
+        "--hosts", metavar="A,B:2,..", help="hosts, as ssh accepts them; HOST:N sets the number of workers (default 1)"
+    )
+    _inside(option, "ssh", *("the path of this one",) * 2)
     option("--try", dest="tries", least=0, default=3, metavar="K", help="plans to try (default 3; 0: only predict)")
     option("--steps", least=1, default=8, metavar="S", help="steps to measure in each trial (default 8)")
     option("--memory", metavar="SIZE", help="memory that a worker may take (default: its part of the host's)")

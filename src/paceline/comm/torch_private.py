@@ -120,6 +120,12 @@ NAMES = [
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "the same"),
     PrivateName("torch._C._current_graph_task_id", "whether a backward is running"),
     PrivateName("torch._ops.HigherOrderOperator", "refuse what compiled code with tensor= and context= cannot have"),
+    PrivateName(
+        "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        "see its operator in a mode",
+        ("2.13",),
+    ),
+    PrivateName("torch._dynamo.config.recompile_limit", "compile this operator for any number of masks", ("2.13",)),
     PrivateName("torch._dynamo.exc.TorchDynamoException", "explain why code cannot be compiled"),
     PrivateName("torch.compiler.disable()._torchdynamo_disable", "the same, for methods that torch.compile inlines"),
     # -- modules and schedulers ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.launch.fork_server import Kept
 
 if TYPE_CHECKING:
-    from paceline.planner.outlook import Outlook
+    from paceline.planner.outlook import Now, Outlook
 
 # Options of a run that joining agents take over. Workers get them as PACELINE_PLAN and so on.
 GIVEN = (
@@ -22,7 +22,8 @@ GIVEN = (
 class ChosenPlan:
     """A plan that `auto` has chosen for so many workers, where a plan with these words was `asked` for.
 
-    `outlook`: what is known of other plans. `before`: the options with the plan that was changed to this one.
+    `outlook`: what is known of other plans. `before`: the options with the plan that was changed to this one, and `now`
+    what was measured under that.
     """
 
     plan: str
@@ -32,11 +33,13 @@ class ChosenPlan:
     why: str
     outlook: Outlook | None = None
     before: LaunchOptions | None = None
+    now: Now | None = None
 
     @property
     def decision(self) -> dict[str, Any]:
         """The fields of the journal's event."""
-        return {name: getattr(self, name) for name in ("plan", "asked", "workers", "what", "why")}
+        fields = {name: getattr(self, name) for name in ("plan", "asked", "workers", "what", "why")}
+        return fields if self.outlook is None else fields | self.outlook.predictions
 
 
 @dataclass(frozen=True)

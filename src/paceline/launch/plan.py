@@ -7,9 +7,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.base.console import command_line, in_one_line, say
 from paceline.base.environment import cache_folder, gpus
@@ -39,6 +40,7 @@ ALONE = "one worker"  # the name of the plan for one worker
 SHOWN = 8  # plans in the table that were not tried
 CAUTION = 0.85  # part of a worker's memory that the first trial may be predicted to take: nothing corrects that yet
 KILLED = 137  # the exit code of a run whose worker was killed, as for want of memory
+NO_LAYOUT = "tensor=1"  # words that leave a plan as it is by default
 CLOSE = 1.25  # plans that take at most so many times as long as the fastest are tried a second time
 
 
@@ -58,6 +60,8 @@ class Question:
     most: float = math.inf  # steps after which the run ends in any case
     done: int = 0  # steps that it has made
     alone: bool = True  # whether one worker is tried, too
+    hosts: tuple[int, ...] = ()  # the workers of each host, if there are several
+    rehearse: Callable[[Path, LaunchOptions, dict[str, Any]], tuple[int, Any]] = rehearse  # runs the script
 
 
 class Planning:
@@ -72,7 +76,7 @@ class Planning:
         """Probes the machines, predicts all plans and tries the best ones. LaunchError: the script does not train."""
         question, workers = self._question, self._options.workers
         elsewhere = None if question.machines is None else MachineDescription.read(question.machines)
-        probed = self._probe(workers if elsewhere is None else 1)
+        probed = self._probe((question.hosts or (workers,))[0] if elsewhere is None else 1)
         assert probed.model is not None
         assert probed.machine is not None
         model, machine, left, is_short = probed.model, probed.machine, math.inf, False
@@ -80,10 +84,11 @@ class Planning:
             model, machine = model.without_seconds(), elsewhere
         predictor = Predictor(model, machine, probed, self._history, question.memory)
         script, base = Plan.parse(probed.script if self._options.plan is None else self._options.plan), None
-        if elsewhere is None and question.tries:
+        if elsewhere is None and (question.tries or question.hosts):
             base = self._first_trial(predictor, script, probed.refused)
         if base is not None:
             predictor = predictor.corrected(base)
+            machine = predictor.machine
         plans, refused = self._candidates(predictor.model, script)
         refused |= {text: reason for text, (reason, _) in probed.refused.items()}
         prospects = {str(plan): predictor.predict(plan, workers) for plan in plans if str(plan) not in refused}
@@ -104,7 +109,8 @@ class Planning:
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
         question = self._question
-        return candidates(self._options.workers, model, script, question.kept, question.allowed, model.merges)
+        choice = question.kept, question.allowed, model.merges, question.hosts
+        return candidates(self._options.workers, model, script, *choice)
 
     def _first_trial(self, predictor: Predictor, script: Plan, refused: Mapping[str, object]) -> TrialResult | None:
         """Tries a first plan, by which other predictions are corrected: the script's if it is predicted to fit, else
@@ -122,7 +128,7 @@ class Planning:
         for one in [*first, *others][: len(first) + MOST]:
             if one.memory > CAUTION * one.room:
                 continue
-            text = self._options.plan if one.plan == stated else words_of(one.plan)
+            text = self._options.plan if one.plan == stated else self._words(one)
             result = self._run(text, workers, first=True)
             if not result.refused:
                 return result
@@ -134,7 +140,8 @@ class Planning:
             if one.trial is not None and key != base.plan and one.workers == base.workers:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
                 about = model.name, model.parameters, time.time()
-                self._history.add(Prediction(key, one.workers, *seconds, *about))
+                peak, sent = max(one.trial.peaks, default=0), sum(one.trial.sent.values())
+                self._history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
 
     def _left(self, base: TrialResult) -> float:
         """Returns the seconds that the run will take, if its steps are those of the script's first loop."""
@@ -150,9 +157,14 @@ class Planning:
         question = self._question
         say(f"measuring the model and the machines on {plural(workers, 'worker')} ...")
         asked = ProbeRequest(
-            self._options.workers, (), str(question.kept), tuple(sorted(question.allowed)), question.memory or 0.0
+            self._options.workers,
+            (),
+            str(question.kept),
+            tuple(sorted(question.allowed)),
+            question.memory or 0.0,
+            question.hosts,
         )
-        return probe(self._folder / "probe", self._trial_options(self._options.plan, workers), asked)
+        return probe(self._folder / "probe", self._trial_options(self._options.plan, workers), asked, question.rehearse)
 
     def _try(self, prospects: dict[str, Prospect]) -> None:
         """Tries the fastest plans that fit, and those that are about as fast as the best of them once more."""
@@ -173,12 +185,20 @@ class Planning:
 
     def _try_one(self, prospects: dict[str, Prospect], key: str) -> None:
         one = prospects[key]
-        result = self._run(words_of(one.plan), one.workers)
+        result = self._run(self._words(one), one.workers)
         alike = [key]
         if result.refused:  # as are plans that place the parts of the model in the same way
             alike = [other for other, two in prospects.items() if has_same_layout(one.plan, two.plan)]
         for other in alike:
             prospects[other] = prospects[other].with_trial(result)
+
+    def _words(self, one: Prospect) -> str:
+        """Returns the words to give for a plan. On several hosts, workers join those of the first one, to which `data`
+        would not fit.
+        """
+        if not self._question.hosts or one.workers == 1:
+            return words_of(one.plan)
+        return str(replace(one.plan, data=None)) or NO_LAYOUT
 
     def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
         for key, one in [*prospects.items()]:
@@ -197,7 +217,8 @@ class Planning:
             shares=given.shares,
             cold_start=given.cold_start,
             kept=given.kept,
-            max_restarts=int("server=" in (text or "")),  # servers need workers that may be started again
+            # Parameter servers, and workers on other hosts, need a team that may change.
+            max_restarts=int("server=" in (text or "") or bool(self._question.hosts)),
         )
 
     def _run(self, text: str | None, workers: int, first: bool = False) -> TrialResult:
@@ -208,7 +229,7 @@ class Planning:
         what = f"the plan {text!r}" if text else "the script's plan"
         say(f"{plural(question.steps, 'step')} with {what} on {plural(workers, 'worker')} ...")
         request = {"trial": [question.steps, question.seconds]}
-        code, answer = rehearse(self._folder / str(self._runs), self._trial_options(text, workers), request)
+        code, answer = question.rehearse(self._folder / str(self._runs), self._trial_options(text, workers), request)
         if answer and answer["refused"]:
             return TrialResult(text or "", workers, refused=answer["refused"])
         if code or not answer:
@@ -220,11 +241,16 @@ class Planning:
         return converted(TrialResult, answer)
 
 
-def probe(folder: Path, options: LaunchOptions, request: ProbeRequest) -> ProbeResult:
-    """Runs a script up to its first step and probes its model there. LaunchError: it ends before."""
+def probe(
+    folder: Path,
+    options: LaunchOptions,
+    request: ProbeRequest,
+    run: Callable[[Path, LaunchOptions, dict[str, Any]], tuple[int, Any]] = rehearse,
+) -> ProbeResult:
+    """Runs a script up to its first step and probes its model there; `run` starts it. LaunchError: it ends before."""
     if options.plan is not None:
         options = replace(options, plan=str(probed_words(Plan.parse(options.plan))) or f"data={options.workers}")
-    code, answer = rehearse(folder, options, {"probe": as_json(request)})
+    code, answer = run(folder, options, {"probe": as_json(request)})
     if code or not answer:
         why = f"exit code {code}" if code else "it ended before its first step"
         raise LaunchError(f"{in_one_line(options.script)} did not reach its first step: {why}", "see the output above")
@@ -237,10 +263,12 @@ def plan(
     form: str = "text",
     svg: Path | None = None,
     explained: str | None = None,
+    launcher: Sequence[str] = (),
 ) -> str:
     """Answers the question: as a text, as "json", or as "describe", the descriptions that predictions are made from.
 
-    Also draws the plans to the file `svg`, and explains the plan `explained`.
+    Also draws the plans to the file `svg`, and explains the plan `explained`. `launcher` are the words that start a run
+    on other hosts.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, Kept() as kept:
         if explained is not None:
@@ -253,18 +281,19 @@ def plan(
     if form == "json":
         return json.dumps(answer.as_data(), indent=2)
     more = "" if explained is None else f"\n\n{answer.explain(explained)}"
-    return f"{_command(options, answer)}\n\n{answer.text(SHOWN)}{more}"
+    return f"{_command(options, answer, launcher)}\n\n{answer.text(SHOWN)}{more}"
 
 
-def _command(options: LaunchOptions, answer: Answer) -> str:
+def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) -> str:
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
     if best is None:
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     if best.workers == 1 and options.workers > 1:
         return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = ["paceline", "run", "--workers", str(best.workers), "--plan", words_of(best.plan)]
-    return command_line([*words, *program])
+    words = words_of(best.plan) if not launcher else str(replace(best.plan, data=None)) or NO_LAYOUT
+    start = launcher or ("run", "--workers", str(best.workers))
+    return command_line(["paceline", *start, "--plan", words, *program])
 
 
 def local_workers() -> int:

@@ -33,31 +33,44 @@ LATER = 2.0  # if no plan pays, the next comparison comes after so many times as
 RAREST = 600.0  # seconds
 COPIED = 1e8  # bytes in a second that are written to a checkpoint, and read from it
 SLOW = 1.5  # times the usual load of a worker that is named
+SIDES = "predicted", "measured"  # in the journal's figures
 FIRST_STEPS = 10  # steps of the new plan that take twice as long
 
 
 def next_options(options: LaunchOptions, code: int, change: PlanChange | None, trained: bool) -> LaunchOptions | None:
     """Returns the options with which a run goes on after an attempt that ended with this exit code: with another plan
-    if its plan was to be changed, or with the plan before that if no worker has `trained` under the new one. None: its
-    plan is no reason to continue.
+    if its plan was to be changed; with the next best plan, or the one before, if no worker has `trained` under the new
+    one. None: its plan is no reason to continue.
     """
     chosen = options.chosen
     if chosen is None or chosen.outlook is None:
         return None
     if change is not None:
-        outlook = chosen.outlook.changed(change)
-        what, why = describe(chosen.outlook, change)
-        another = ChosenPlan(change.plan, chosen.asked, change.now.workers, what, why, outlook, before=options)
-        return replace(options, plan=change.plan, workers=change.now.workers, chosen=another, begin=1)
-    before = chosen.before
-    if before is None or trained or code in (0, STOPPED, INTERRUPTED):
+        return _with_change(options, chosen, chosen.outlook, change)
+    before, now = chosen.before, chosen.now
+    if before is None or now is None or trained or code in (0, STOPPED, INTERRUPTED):
         return None
     assert before.chosen is not None
     assert before.chosen.outlook is not None
-    what, why = f"the plan stays {before.plan!r}", f"the run did not start under {chosen.plan!r}"
-    say(f"auto: {what}: {why}")
-    outlook = before.chosen.outlook.without(chosen.plan, chosen.workers)
-    return replace(before, chosen=replace(before.chosen, what=what, why=why, outlook=outlook))
+    outlook, failed = (
+        before.chosen.outlook.without(chosen.plan, chosen.workers),
+        f"the run did not start under {chosen.plan!r}",
+    )
+    if (another := outlook.better(now, History(cache_folder() / HISTORY))) is not None:
+        options = _with_change(before, before.chosen, outlook, another)
+        assert options.chosen is not None
+        say(f"auto: {failed}; {options.chosen.what}: {options.chosen.why}")
+        return options
+    what = f"the plan stays {before.plan!r}"
+    say(f"auto: {what}: {failed}")
+    return replace(before, chosen=replace(before.chosen, what=what, why=failed, outlook=outlook))
+
+
+def _with_change(options: LaunchOptions, chosen: ChosenPlan, outlook: Outlook, change: PlanChange) -> LaunchOptions:
+    what, why = describe(outlook, change)
+    about = outlook.changed(change), replace(options, chosen=replace(chosen, outlook=outlook)), change.now
+    another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, *about)
+    return replace(options, plan=change.plan, workers=change.workers, chosen=another, begin=1)
 
 
 def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
@@ -66,8 +79,8 @@ def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
     taken, expected = milliseconds(now.seconds), milliseconds(change.seconds)
     why = f"a step takes {taken}, and {expected} are expected; the {now.rest:,} remaining steps take "
     why += f"{duration(change.gain)} less, and the change costs about {duration(now.cost)}"
-    if now.workers < outlook.workers:
-        why = f"{plural(now.workers, 'worker')} of {outlook.workers} are left; {why}"
+    if change.workers < outlook.workers:
+        why = f"{change.workers} of {plural(outlook.workers, 'worker')} can be used; {why}"
     elif now.loads and max(now.loads) > SLOW * median(now.loads):
         slowest = now.loads.index(max(now.loads))
         why = f"worker {slowest} takes {max(now.loads) / min(now.loads):.1f} times as long as the fastest; {why}"
@@ -122,7 +135,7 @@ class PlanWatch:
         if done - self._done_before < WARM or now - self._since < SECONDS:
             return None
         self._read()
-        self.now = self._measure(team, now)
+        self.now = self._measure(team, len([w for w in workers.values() if w.alive and not w.serves]), now)
         if self.now is not None and self.outlook.before and not self._has_reported:
             self._has_reported = True
             self._report_gain(self.now)
@@ -144,10 +157,15 @@ class PlanWatch:
 
     def remember(self) -> None:
         """Adds the prediction of the plan and its steps to the history, at the end of an attempt."""
-        if self.now is not None and len(self.now.loads) == self.outlook.workers:
-            comparison = self.outlook.comparison(self.now)
-            if comparison is not None:
-                self._history.add(comparison)
+        if self.now is None or len(self.now.loads) != self.outlook.workers:
+            return
+        self._read()
+        figures, memory = (self._events.get(kind, {}) for kind in ("figures", "memory"))
+        sent = [sum((each[0].get("sent") or {}).values()) for kind in SIDES if (each := figures.get(kind))]
+        sent = sent if len(sent) == len(SIDES) else [0.0, 0.0]
+        comparison = self.outlook.comparison(self.now, memory.get("process") or 0.0, sent)
+        if comparison is not None:
+            self._history.add(comparison)
 
     def _report_gain(self, now: Now) -> None:
         """Journals what a change of the plan has gained."""
@@ -166,8 +184,9 @@ class PlanWatch:
         if thread.is_alive():
             return None
         self._thread, self._better = None, None
-        is_same = better is not None and self.now is not None and better.now.workers == self.now.workers
-        return better if is_same else None  # else the team has changed meanwhile
+        if better is None or self.now is None or better.workers != self.now.workers + self.now.spare:
+            return None  # the team has changed meanwhile
+        return better
 
     def _time_start(self, now: float, team: Sequence[Worker]) -> None:
         """Measures how long it takes from the start of processes to the first step."""
@@ -178,12 +197,12 @@ class PlanWatch:
 
     def _read(self) -> None:
         for _, event in self._reader.news():
-            if event["event"] in ("grid", "step", "shares"):
+            if event["event"] in ("grid", "step", "shares", "figures", "memory"):
                 self._several |= bool(event.get("trainer"))
                 self._events[event["event"]] = event
 
-    def _measure(self, team: Sequence[Worker], now: float) -> Now | None:
-        """Returns what is measured of the team; None if too little is known to judge."""
+    def _measure(self, team: Sequence[Worker], alive: int, now: float) -> Now | None:
+        """Returns what is measured of the team, and how many workers are `alive`; None if too little is known."""
         grid, step = (self._events.get(kind, {}) for kind in ("grid", "step"))
         seconds, model = team[0].pulse[USUAL], self.outlook.model
         if self._several or not grid.get("steps") or not grid.get("rows") or not seconds:
@@ -205,7 +224,7 @@ class PlanWatch:
         longer = tokens / model.tokens if tokens and model.tokens > 1 else 1.0
         state = model.parameters * model.element_size * (1 + model.state)
         cost = (self._started or 0.0) + 2 * state / COPIED + FIRST_STEPS * seconds
-        return Now(seconds, len(team), loads, rest, cost, longer)
+        return Now(seconds, len(team), loads, rest, cost, longer, max(0, alive - len(team)))
 
     @property
     def _loads_before(self) -> Sequence[float]:

@@ -46,6 +46,7 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
+from paceline.parallel.tensor_parallel.attention_functions import OF_SEQUENCES
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
@@ -226,7 +227,7 @@ class SequenceParallel:
         # Whether the loss gets full outputs; the comparison may decide.
         self._gathers_outputs = job.over is None and job.trains
         self._moves = _ShardRedistributor(unit)
-        rules, name = OP_RULES | SUM_RULES | _RULES, lambda: self._model
+        rules, name = OP_RULES | SUM_RULES | _RULES | OF_SEQUENCES, lambda: self._model
         self.mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, STRETCH)
         self._gathered_functions, self._indivisible = set[str](), set[int]()
         self._has_divided = False  # whether a block was given a sequence shard

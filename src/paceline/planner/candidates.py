@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any
@@ -25,9 +25,16 @@ STALENESS = 4  # steps that a worker may run ahead of others
 
 
 def candidates(
-    workers: int, model: ModelDescription, script: Plan, kept: Plan, allowed: frozenset[str], free_micro: bool
+    workers: int,
+    model: ModelDescription,
+    script: Plan,
+    kept: Plan,
+    allowed: frozenset[str],
+    free_micro: bool,
+    hosts: Sequence[int] = (),
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Returns the plans to choose from, and the refused ones with the reason.
+    """Returns the plans to choose from, and the refused ones with the reason. `hosts` are the workers of each host, if
+    there are several.
 
     All give the same result as one worker with the `script`'s plan, but for what is `allowed`: "lossy" codecs, "local"
     SGD and stale updates, another "precision". Words of the plan `kept` stay as they are. With `free_micro` the size of
@@ -46,7 +53,7 @@ def candidates(
             except PlanError as error:
                 refused.setdefault(str(plan), error.what)
                 continue
-            if reason := _misfit(plan, model, workers):
+            if reason := _misfit(plan, model, workers, hosts):
                 refused.setdefault(str(plan), reason)
             else:
                 plans.setdefault(str(plan), plan)
@@ -101,9 +108,11 @@ def _variants(
             yield {**words, "local": workers, "every": EVERY}
 
 
-def _misfit(plan: Plan, model: ModelDescription, workers: int) -> str:
-    """Returns why a plan does not fit the shape of a model, or an empty text."""
+def _misfit(plan: Plan, model: ModelDescription, workers: int, hosts: Sequence[int]) -> str:
+    """Returns why a plan does not fit the shape of a model or the hosts, or an empty text."""
     mesh = plan.mesh(workers)
+    if len(hosts) > 1 and any(host % mesh.replica for host in hosts):
+        return f"a replica of {mesh.replica} workers would span hosts"
     stages = mesh.pipeline * (plan.virtual or 1)
     if stages > model.block_count:
         return f"{stages} stages of {model.block_count} blocks"

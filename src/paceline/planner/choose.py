@@ -115,7 +115,7 @@ class Predictor:
         room: float | None = None,
         base: TrialResult | None = None,
     ) -> None:
-        self.model, self._machine, self._probed, self._history = model, machine, probed, history
+        self.model, self.machine, self._probed, self._history = model, machine, probed, history
         self._room = room or machine.memory
         self._correction, self._floor = 1.0, float(probed.process)
         if base is not None and base.seconds:
@@ -124,13 +124,16 @@ class Predictor:
             self._floor = max(base.peaks) - self._tensors(plan, base.workers)
 
     def corrected(self, base: TrialResult) -> Predictor:
-        """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged."""
+        """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged, and
+        how fast links between hosts are.
+        """
         model = msgspec.structs.replace(self.model, merges=base.merges)
-        return Predictor(model, self._machine, self._probed, self._history, self._room, base)
+        machine = self.machine if base.link is None else self.machine.between_hosts(*base.link)
+        return Predictor(model, machine, self._probed, self._history, self._room, base)
 
     def predict(self, plan: Plan, workers: int) -> Prospect:
         """Predicts a step of this plan."""
-        taken = step_time(plan, self.model, self._machine, workers)
+        taken = step_time(plan, self.model, self.machine, workers)
         uncorrected = self._correction * taken.total
         correction = 1.0 if self._history is None else self._history.correction(plan, self.model)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
@@ -145,7 +148,7 @@ class Predictor:
 
     def _tensors(self, plan: Plan, workers: int) -> float:
         """Returns the bytes of all tensors of the worker that needs most."""
-        return worker_memory(plan, self.model, self._machine, workers, held=self._bytes(plan)).total
+        return worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan)).total
 
     def _servers(self, plan: Plan, workers: int) -> float:
         """Returns the bytes of parameter servers, which share the memory of their workers' hosts: for each worker."""

@@ -154,6 +154,15 @@ class MachineDescription(Description, frozen=True):
     measured: bool = False  # by a probe under Paceline; otherwise figures are from data sheets
     source: tuple[str, ...] = ()
 
+    def between_hosts(self, bandwidth: float, latency: float) -> MachineDescription:
+        """Returns hosts like this one, which a probe has measured, with links of this bandwidth between them."""
+        workers = self.workers_per_host
+        inside = tuple(msgspec.structs.replace(link, workers=workers) for link in self.links)
+        between = LinkDescription("between hosts", 0, bandwidth, latency, shared_by=workers)
+        # Workers wait for the network meanwhile, and compute.
+        exposed = min(self.exposed, 0.5)
+        return msgspec.structs.replace(self, links=(*inside, between), exposed=exposed)
+
     def with_links(self, times: float) -> MachineDescription:
         """Returns these machines with links of so many times the bandwidth."""
         links = tuple(msgspec.structs.replace(link, bandwidth=times * link.bandwidth) for link in self.links)
@@ -198,6 +207,7 @@ class ProbeRequest(Description, frozen=True):
     kept: str = ""  # words that all candidates have
     allowed: tuple[str, ...] = ()  # changes of the result
     memory: Amount = 0.0  # bytes that a worker may take; 0: what is free
+    hosts: tuple[Count, ...] = ()  # the workers of each host, if there are several
     measures_machine: bool = True
 
 
@@ -229,6 +239,7 @@ class TrialResult(Description, frozen=True):
     busy: tuple[Amount, ...] = ()  # seconds of a step in which each worker did not wait for other workers
     total: Count = 0  # steps of the script's first loop, if they are known
     merges: bool = False  # whether micro-batches may be merged, so that their size does not change the result
+    link: tuple[Amount, Amount] | None = None  # bytes a second, and seconds one way, of the slowest between hosts
     refused: str = ""  # why the plan cannot be used
 
     @property

@@ -24,7 +24,7 @@ SHOWN = 12  # predictions whose error is shown
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """A prediction of a step's seconds, and what was measured."""
+    """A prediction of a step's seconds, memory and bytes, and what was measured."""
 
     plan: str
     workers: Count
@@ -34,6 +34,10 @@ class Prediction(msgspec.Struct, frozen=True):
     model: str = ""
     parameters: Count = 0  # of the model
     at: Amount = 0.0  # seconds since 1970
+    memory: Amount = 0.0  # bytes of a worker's process, as predicted; 0: not known, as for the following
+    peak: Amount = 0.0  # the same as measured
+    sends: Amount = 0.0  # bytes that worker 0 sends in a step, as predicted
+    sent: Amount = 0.0  # the same as measured
 
 
 class History:

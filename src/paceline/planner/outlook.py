@@ -61,11 +61,12 @@ class Now:
     """What is measured of a run that trains, and what a change of its plan would cost."""
 
     seconds: float  # of a step
-    workers: int
+    workers: int  # of the team
     loads: tuple[float, ...]  # seconds of each worker for the same rows, relative to the trial; empty: not known
     rest: int  # steps that are left
     cost: float  # seconds of a change
     longer: float = 1.0  # tokens of a row, relative to the trial
+    spare: int = 0  # workers that are ready, and that the team cannot use under its plan
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class PlanChange:
     seconds: float  # of a step, as expected
     gain: float  # seconds that the remaining steps take less, without the cost
     ratio: float  # of these seconds to predicted ones
+    workers: int
     now: Now
 
 
@@ -95,6 +97,7 @@ class Outlook(Description, frozen=True):
     busy: tuple[Amount, ...] = ()  # seconds of a step in which each worker did not wait for others, in its trial
     loads: tuple[Amount, ...] = ()  # of the workers at that time, or when the run's plan was changed; empty: all 1
     before: Amount = 0.0  # seconds of a step under the plan before the last change
+    memory: Amount = 0.0  # bytes of a worker's process, as predicted
     floor: Amount = 0.0  # bytes of a worker's process besides what is predicted
     refused: tuple[str, ...] = ()  # plans that this model cannot use
     changes: Count = 0  # of the run's plan
@@ -120,15 +123,17 @@ class Outlook(Description, frozen=True):
         present, forecast, untried = self.plan_for(now.workers), self._forecast(now), self._margin(now, history)
         unexplained = now.seconds / forecast.seconds(present) / self.ratios.get(str(present), self.ratio)
         shared = unexplained if unexplained < DOUBT and not self.changes else 1.0
-        for plan in self._plans(now.workers, present) if now.rest > 0 else ():
+        workers = now.workers + now.spare
+        others, room = self._forecast(now, workers), self.machine.memory * (1 - FREE)
+        for plan in self._plans(workers, present) if now.rest > 0 else ():
             ratio, least = self.ratios.get(str(plan)), MARGIN
             if ratio is None:
                 ratio, least = self.ratio * history.correction(plan, self.model), untried
-            seconds = shared * ratio * forecast.seconds(plan)
+            seconds = shared * ratio * others.seconds(plan)
             gain = (now.seconds - seconds) * now.rest
             pays = seconds <= (1 - least) * now.seconds and gain > 2 * now.cost
-            if pays and (best is None or seconds < best.seconds) and self._fits(plan, forecast):
-                best = PlanChange(words_of(plan), seconds, gain, ratio, now)
+            if pays and (best is None or seconds < best.seconds) and self._memory(plan, others) <= room:
+                best = PlanChange(words_of(plan), seconds, gain, ratio, workers, now)
         return best if self.changes < 2 * MOST else None
 
     def _margin(self, now: Now, history: History) -> float:
@@ -150,17 +155,18 @@ class Outlook(Description, frozen=True):
     def changed(self, change: PlanChange) -> Outlook:
         """Returns the outlook of the run under another plan."""
         measured = self.measured(change.now)
-        plan = replace(Plan.parse(change.plan), data=None).validate(change.now.workers)
+        plan = replace(Plan.parse(change.plan), data=None).validate(change.workers)
         return msgspec.structs.replace(
             measured,
             ratios={**measured.ratios, str(plan): change.ratio},
             plan=change.plan,
-            workers=change.now.workers,
+            workers=change.workers,
             predicted=change.seconds,
             seconds=change.seconds,
             busy=(),
             loads=change.now.loads,
             before=change.now.seconds,
+            memory=self._memory(plan, self._forecast(change.now, change.workers)),
             changes=self.changes + 1,
         )
 
@@ -169,16 +175,18 @@ class Outlook(Description, frozen=True):
         plan = str(replace(Plan.parse(words), data=None).validate(workers))
         return msgspec.structs.replace(self, refused=(*self.refused, plan), changes=self.changes + 1)
 
-    def comparison(self, now: Now) -> Prediction | None:
-        """Returns the prediction of the present plan beside its steps, for the history; None for the script's plan, by
-        whose trial predictions are corrected.
+    def comparison(self, now: Now, peak: float, sent: Sequence[float]) -> Prediction | None:
+        """Returns the predictions of the present plan beside what was measured, for the history: its steps, the `peak`
+        of worker 0's process, and the bytes that it `sent` in a step (predicted, measured). None for the script's plan,
+        by whose trial predictions are corrected.
         """
         present = self.plan_for(now.workers)
         if str(present) == self.script and not self.changes:
             return None
         uncorrected = self._forecast(now).seconds(present) * self.ratio
         about = self.model.name, self.model.parameters, time.time()
-        return Prediction(str(present), now.workers, uncorrected, self.predicted, now.seconds, *about)
+        seconds = uncorrected, self.predicted, now.seconds
+        return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, *sent)
 
     @staticmethod
     def of(answer: Answer, kept: Plan) -> Outlook | None:
@@ -203,6 +211,7 @@ class Outlook(Description, frozen=True):
             ratios,
             best.trial.busy if best.trial is not None else (),
             floor=max(0.0, max(base.peaks) - worker_memory(script, model, machine, base.workers).total),
+            memory=best.memory,
             refused=tuple(answer.refused),
         )
 
@@ -216,18 +225,25 @@ class Outlook(Description, frozen=True):
         plans, _ = candidates(workers, self.model, script, Plan.parse(self.kept), frozenset(), free_micro=False)
         return [plan for plan in plans if plan != present and str(plan) not in self.refused]
 
-    def _forecast(self, now: Now) -> _Forecast:
+    def _forecast(self, now: Now, workers: int = 0) -> _Forecast:
+        """Returns the forecast for the team, or for so many `workers`, of which some are in no team yet."""
         loads = now.loads or (max(1.0, now.seconds / self.seconds),) * now.workers  # nothing tells a slow worker
         common = min(loads)
+        loads += (common,) * (workers - now.workers)
         slow = tuple(load / common if load > (1 + ALIKE) * common else 1.0 for load in loads)
         if abs(common - 1) < ALIKE:
             common = 1.0
         return _Forecast(self.model.with_load(common, now.longer), self.machine, slow)
 
-    def _fits(self, plan: Plan, forecast: _Forecast) -> bool:
-        """Whether a worker's process has room for a plan."""
-        held = worker_memory(plan, forecast.model, self.machine, len(forecast.slow)).total
-        return self.floor + held <= self.machine.memory * (1 - FREE)
+    def _memory(self, plan: Plan, forecast: _Forecast) -> float:
+        """Returns the bytes of a worker's process under a plan."""
+        return self.floor + worker_memory(plan, forecast.model, self.machine, len(forecast.slow)).total
+
+    @property
+    def predictions(self) -> dict[str, float]:
+        """What was predicted and tried of the run's plan: seconds of a step, and bytes."""
+        tried = {"tried": self.seconds} if self.seconds != self.predicted else {}
+        return {"predicted": self.predicted, "memory": self.memory, **tried}
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _attribute(model: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def describe_machine(device: torch.device, group: Group) -> MachineDescription:
-    """Measures the machines and their links. Collective."""
+    """Measures the machine of a group, whose workers are on one host. Collective."""
     matrix = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device)
     long = torch.ones(COPIED, dtype=torch.float32, device=device)
     target = torch.empty_like(long)
@@ -153,22 +153,16 @@ def describe_machine(device: torch.device, group: Group) -> MachineDescription:
         hops = 2 * (group.size - 1)  # of a ring
         bandwidth = hops / group.size * 4 * (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
         links = (LinkDescription("between workers", 0, bandwidth, latency=small / hops),)
-    peers = workers_of_host(group)
     return MachineDescription(
         device.type if device.type != "cuda" else torch.cuda.get_device_name(device),
         {"fp32": 2 * WIDTH**3 / product},
-        room_of_worker(device, peers),
+        min(group.gather_json(room_of_worker(device, group.size))),
         2 * long.nbytes / copy,
         links,
         exposed=1.0 if device.type == "cpu" else 0.2,  # on a CPU, sums take time from the cores that compute
-        workers_per_host=peers,
+        workers_per_host=group.size,
         measured=True,
     )
-
-
-def workers_of_host(group: Group) -> int:
-    """Returns how many workers of a group are on this worker's host."""
-    return sum(host == group.hosts[group.rank] for host in group.hosts)
 
 
 def _fastest(call: Callable[[], Any], device: torch.device, group: Group) -> float:

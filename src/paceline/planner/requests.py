@@ -65,7 +65,7 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
     plans = [(Plan.parse(text).validate(workers), workers) for text in request.plans]
     if not plans:
         kept, allowed = Plan.parse(request.kept), frozenset(request.allowed)
-        made, _ = candidates(workers, model, script, kept, allowed, free_micro=True)
+        made, _ = candidates(workers, model, script, kept, allowed, True, request.hosts)
         plans = [(plan, workers) for plan in made] + [(without_layout(script).validate(1), 1)]
     sizes, refused = _bytes_of(plans, division, group)
     asked = [plan for plan, _ in plans if str(plan) in sizes] if request.plans else []

@@ -198,10 +198,12 @@ class _Prediction:
         """Returns the seconds of the sum of gradients over workers that hold the same parameters."""
         mesh, plan, peers = self._mesh, self._plan, self._workload.peers
         shards = mesh.shard if plan.zero else 1
-        scale = self._workload.gradient_size / shards * self._coded(plan.codec)
+        replicas = self._replicas_of_island()
+        between = replicas.count > replicas.within(self._machine.workers_per_host)
+        # Codecs compress what travels between hosts.
+        scale = self._workload.gradient_size / shards * (self._coded(plan.codec) if between else 1.0)
         experts = sum(count * block.expert_parameters for block, count in self._blocks) / mesh.expert / mesh.tensor
         shared = self._workload.parameters(self._blocks) - experts
-        replicas = self._replicas_of_island()
         seconds = self._links.sum(scale * shared, Peers((*replicas.axes, *peers("expert", "context").axes)))
         return seconds + self._links.sum(scale * experts, Peers((*replicas.axes, *peers("context").axes)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.compute.merge_policy import TRIES
@@ -31,7 +32,7 @@ class Trial:
         self._parts: dict[str, float] = {}
         self._sent_before: dict[str, float] = {}
         self._ended = time.perf_counter()
-        self._made, self._passed = 0, 0.0
+        self._passed = 0.0
         self._busy: list[float] = []  # seconds of each step in which this worker did not wait for others
         self._waited = HEARTBEAT.all_waited
         self._total = 0  # steps of the loop
@@ -41,23 +42,24 @@ class Trial:
         """Adds a step that has been applied. Ends the script after the last one."""
         now = time.perf_counter()
         taken, self._ended = (now - self._ended) / step.steps, now
-        self._made += 1
         self._seconds.append(taken)
         waited, self._waited = HEARTBEAT.all_waited - self._waited, HEARTBEAT.all_waited
         self._busy.append(max(0.0, taken - waited / step.steps))
         for part, seconds in step.spent.items():
             self._parts[part] = self._parts.get(part, 0.0) + seconds
-        # The same on all workers, which must end after the same step.
-        self._passed += max(step.agreed.seconds, default=0.0)
         loops = self._context.run.script.loops
         # A loop over one epoch may be one of many.
         self._total = loops[0].total or 0 if len(loops) == 1 and loops[0].epochs != 1 else 0
-        warm_up = self._warm_up(step)
-        is_late = self._passed > self._most and self._made > WARM_UP
+        # All workers must end after the same step, also those that came after the first one. With parameter servers,
+        # they do not know how long others took.
+        made, warm_up = -(-step.done // step.steps), self._warm_up(step)
+        if made > 1 and not self._context.plan.server:
+            self._passed += max(step.agreed.seconds, default=0.0)
+        is_late = self._passed > self._most and made > WARM_UP
         self._last = step
-        if self._made >= warm_up + self._steps or is_late:
+        if made >= warm_up + self._steps or is_late:
             self.end()
-        if self._made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
+        if made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
             self._sent_before, self._seconds, self._parts = self._sent(), [], {}
             self._busy = []
 
@@ -74,6 +76,11 @@ class Trial:
         share = -(-step.batch.count // context.replica.mesh.units)
         return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + 2 * TRIES * math.ceil(math.log2(share))
 
+    def _link(self) -> tuple[float, float] | None:
+        """Returns the bandwidth and the latency of the slowest link between hosts; None if there is one host."""
+        links = self._context.run.team.group.links
+        return (min(link.rate for link in links), max(link.latency for link in links)) if links else None
+
     def _sent(self) -> dict[str, float]:
         return self._context.reporter.traffic.of(self._context.trainer)
 
@@ -85,7 +92,7 @@ class Trial:
         group.declare("the figures of a trial", kind="figures")
         peaks, each_busy = zip(*group.gather_json([peak_memory(context.job.device), usual(self._busy)]), strict=True)
         return TrialResult(
-            str(context.plan),
+            str(replace(context.plan, data=None).validate(group.size)),  # workers may have come since it began
             group.size,
             step.batch.rows,
             tuple(self._seconds),
@@ -95,4 +102,5 @@ class Trial:
             each_busy,
             self._total,
             context.merging.may_merge,
+            self._link(),
         )

@@ -38,6 +38,7 @@ class CheckRequest:
         self.asks = request is not None
         self.reverse = bool(fields.get("reverse"))  # micro-batches are summed in the opposite order
         self._out: str = fields.get("out", "")
+        self._answer = Path(fields.get("answer") or f"{self._out}.json")
         self._reporter, self._notices, self._peers = reporter, notices, peers
 
     def limit(self, device: torch.device) -> float | None:
@@ -74,5 +75,5 @@ class CheckRequest:
     def answer(self, result: Any) -> Never:
         """Writes the `result`, and ends the script."""
         if self._reporter.main:
-            Path(f"{self._out}.json").write_text(json.dumps(result))
+            self._answer.write_text(json.dumps(result))
         self._notices.end_script(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,7 +76,7 @@ class StepVerifier:
 
     def __init__(self, context: StepContext, every: int) -> None:
         self.context, self.every = context, every
-        self.counts: Counter[int] = Counter()  # parts of an attempt where several workers compute together
+        self.counts = defaultdict[int, float](float)  # parts of an attempt where several workers compute together
         replica, job = context.replica, context.job
         self.period = replica.mesh.replica if context.plan.together > 1 else replica.mesh.unit
         self.kind = f"{context.weights.kind}, {processor()}, {torch.get_num_threads()} threads"
@@ -236,7 +236,7 @@ class StepCheck:
         reports = self._compare_digests()
         if step.agreed.failed or any(failed for *_, failed in reports):
             self._votes.clear()
-            step.options.merge = 1  # the rest of what `failed` leads to
+            step.options.merge = 1  # memory was too small for more, or more together failed
             return must_repeat(context, step) or self._again()
         if step.digest is not None and heals(context, step):
             self._votes.clear()
@@ -338,8 +338,7 @@ class StepCheck:
             right = majority(votes, same)
             if right is not None:
                 wrong += [Wrong(v, right, self.verifier.difference(v, right)) for v in deviating(votes, right, same)]
-        counts = Counter({worker: len(tries) for worker, tries in self._attempts_of(wrong).items()})
-        if max(counts.values(), default=0) >= TWICE:
+        if any(len(attempts) >= TWICE for attempts in self._attempts_of(wrong).values()):
             self._name(wrong, must_leave=True)
         if self.attempt + 1 >= ATTEMPTS:
             self._give_up(unequal)
@@ -375,11 +374,12 @@ class StepCheck:
         for worker in attempts:
             units.setdefault(group.names.index(worker) // verifier.period, []).append(worker)
         for workers in units.values():
-            verifier.counts.update({worker: len(attempts[worker]) / len(workers) for worker in workers})
+            for worker in workers:
+                verifier.counts[worker] += len(attempts[worker]) / len(workers)
         if must_leave:
             leaving = [worker for worker, tries in attempts.items() if len(tries) >= TWICE]
         else:
-            can_leave = group.size > self.context.replica.mesh.replica
+            can_leave = group.size > self._mesh.replica and self.context.transactions.elastic
             leaving = [worker for worker in attempts if can_leave and verifier.counts[worker] >= TWICE]
         texts: dict[str, tuple[list[int], str]] = {}
         for workers in units.values():
