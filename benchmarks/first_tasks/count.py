@@ -2,8 +2,8 @@
 
     python benchmarks/first_tasks/count.py [--record FILE]
 
-TASK/with_LIBRARY.py is a complete script. All scripts of a task do the same: README.md
-says what. They read the files that prepare.py makes.
+TASK/with_LIBRARY.py is a complete script. All scripts of a task have the same features,
+see docs/first-tasks.md. They read the files that prepare.py makes.
 
 A line counts unless it is blank, a comment or a docstring; an import counts as one. All
 scripts are laid out by `ruff format` with the settings of ruff.toml: line breaks are
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+from turns import record  # noqa: E402
+
 LIBRARIES = "paceline", "hf_trainer", "lightning", "accelerate"
-# The most lines that Paceline's script may have.
+# The most lines that the scripts with Paceline may have.
 MOST = {
     "image": 46,
     "bert": 37,
@@ -90,12 +91,7 @@ def main() -> None:
         cells = ["{} ({})".format(*found[n]) if n in found else "" for n in LIBRARIES]
         print(f"{task:20}" + "".join(f"{cell:>14}" for cell in cells))
     if options.record:
-        names = ("lines", "statements")
-        rows = {
-            task: {name: dict(zip(names, pair)) for name, pair in found.items()}
-            for task, found in counts.items()
-        }
-        options.record.write_text(json.dumps(rows, indent=1) + "\n")
+        record(options.record, lines=counts)
 
 
 if __name__ == "__main__":
