@@ -191,9 +191,8 @@ def test_divided_heads_and_sequences_train_as_dense_attention(
     train(tmp_path, workers, words, model, COMPILED=compiled)
     assert apart(load_file(tmp_path / "out.safetensors"), by_hand(model)) <= 1e-12
     decisions = " ".join(str(event["what"]) for event in journal(tmp_path / "out", "decision"))
-    assert "tensor=2" not in words or model.split()[1] == "1" or "row blocks.*.out" in decisions, (
-        "heads are not divided"
-    )
+    if "tensor=2" in words and model not in (ONE, PACKED_ONE):
+        assert "row blocks.*.out" in decisions, "heads are not divided"
     notes = " ".join(str(event["text"]) for event in journal(tmp_path / "out", "note"))
     if words in ("context=2", "context=4", "tensor=2 context=2"):
         assert "; verified on one micro-batch against full sequences" in notes, "heads are not divided"
@@ -206,6 +205,13 @@ def test_learned_scores_of_divided_heads_are_refused(tmp_path: Path) -> None:
     """The gradients of such a weight are those of a worker's heads, and no mode sees the weight."""
     text = train(tmp_path, 2, "tensor=2", LEARNED, code=2)
     what = 'the gradient of blocks.0.bias changes when tensor= splits Model; set its layer to "whole" in tensor='
+    assert what in " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_with_flex_attention_are_refused(tmp_path: Path) -> None:
+    text = train(tmp_path, 2, "context=2 compile", GROUPS, code=2)
+    what = "compile with context=2 does not work with flex_attention, which blocks.0 uses; leave compile out"
     assert what in " ".join(text.split())
 
 

@@ -53,7 +53,7 @@ def _flex_of_sequences(mode: ShardedTensorMode, function: Any, args: Any, kwargs
 
     UNKNOWN if the workers cannot divide the heads of the queries.
     """
-    exchange = _Exchange.of(mode, args[0], 2)
+    exchange = _HeadExchange.of(mode, args[0], 2)
     if exchange is None:
         return UNKNOWN
     made = function(*map(exchange.to_heads, args[:3]), *_for_heads(mode.redistributor, exchange.heads, args[3:]))
@@ -65,7 +65,7 @@ def _varlen_of_sequences(mode: ShardedTensorMode, function: Any, args: Any, kwar
 
     UNKNOWN if the workers cannot divide the heads of the queries.
     """
-    exchange = _Exchange.of(mode, args[0], 0)
+    exchange = _HeadExchange.of(mode, args[0], 0)
     if exchange is None:
         return UNKNOWN
     output, log_sums, *more = function(*map(exchange.to_heads, args[:3]), *args[3:], **kwargs)
@@ -88,7 +88,7 @@ def _shared_heads(query: Tensor, key: Tensor, value: Tensor) -> ShardPlacement |
     return heads
 
 
-class _Exchange:
+class _HeadExchange:
     """Exchanges shards of sequences, the dimension `tokens`, for `heads`, and back. The `part` is that of a shard; it
     has as many sections as there are rows in that dimension.
     """
@@ -97,7 +97,7 @@ class _Exchange:
         self._mode, self._moves, self._tokens, self._part, self.heads = mode, mode.redistributor, tokens, part, heads
 
     @classmethod
-    def of(cls, mode: ShardedTensorMode, query: Tensor, tokens: int) -> _Exchange | None:
+    def of(cls, mode: ShardedTensorMode, query: Tensor, tokens: int) -> _HeadExchange | None:
         """Returns the exchange for such queries; None if these are no shards, or their heads cannot be divided."""
         part, size, count = placement_of(query), mode.redistributor.size, Tensor.size(query, _HEADS)
         if part is None or (part.dim, part.count) != (tokens, size) or not part.is_even:
@@ -110,11 +110,11 @@ class _Exchange:
         """Returns this worker's heads of full sequences. Keys and values may have fewer heads than there are workers;
         then those that this worker's queries use are repeated.
         """
-        placement, own, size = placement_of(x), Tensor.size(x, _HEADS), self._moves.size
-        if placement is None or placement.sections != self._part.sections or own % size:
-            full = self._mode.gather_full(x).repeat_interleave(self.heads.length // own, _HEADS)
+        placement, count, size = placement_of(x), Tensor.size(x, _HEADS), self._moves.size
+        if placement is None or placement.sections != self._part.sections or count % size:
+            full = self._mode.gather_full(x).repeat_interleave(self.heads.length // count, _HEADS)
             return self._moves.take(full, self.heads)
-        target = ShardPlacement(_HEADS, (own,), size)
+        target = ShardPlacement(_HEADS, (count,), size)
         return self._in_order(self._moves.exchange(x, self._in_one(self._tokens), target), self._tokens, size)
 
     def to_tokens(self, x: Tensor, tokens: int, heads: int) -> Tensor:
@@ -152,10 +152,10 @@ def _for_heads(moves: Redistributor, heads: ShardPlacement, others: Sequence[Any
     return _of_all_heads(score_mod, 2, first), mask, *options
 
 
-def _of_all_heads(mod: Mod, place: int, first: int) -> Mod:
-    """Returns a function of the script that gets the number of a head among all heads, its argument at `place`."""
+def _of_all_heads(mod: Mod, position: int, first: int) -> Mod:
+    """Returns a function of the script that gets the number of a head among all heads, its argument at `position`."""
 
     def shifted(*args: Tensor) -> Tensor:
-        return mod(*args[:place], args[place] + first, *args[place + 1 :])
+        return mod(*args[:position], args[position] + first, *args[position + 1 :])
 
     return shifted
