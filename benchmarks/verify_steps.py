@@ -1,0 +1,162 @@
+"""Checks `--verify-steps`: every flipped bit is found and its worker named, no false alarms, and what it costs.
+
+    python benchmarks/verify_steps.py [flips] [alarms] [cost] [--flips 100] [--steps 10000] [--rounds 5] [--record FILE]
+
+Without the name of a part all three are run, each with three workers.
+
+- flips: for each kind of flip, runs of which every step is verified, until so many flips were found. In each step one
+  bit flips on a drawn worker. A flip counts as harmless if it was not found and the weights at the end have the bytes
+  of the undisturbed run: for example that of an activation which a ReLU sets to zero. Workers that were wrong twice
+  stay in these runs, so that they can be wrong a hundred times.
+- alarms: so many verified steps without flips; once with equal workers, once with workers that use other instructions
+  (ATEN_CPU_CAPABILITY).
+- cost: an MLP is trained with `--verify-steps 1%` and without, in turns; the ratio of the seconds per step, and the
+  seconds that a verified step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from turns import record
+
+from paceline.base.journal import effective_steps, read_journal
+from paceline.team.fault_injection import read_log
+
+WORKERS, KINDS = 3, ("flip-weight", "flip-activation", "flip-gradient", "flip-bucket", "flip-transit")
+AT_ONCE, WARM = 120, 20
+TINY = """
+import os, sys
+if "INSTRUCTIONS" in os.environ:
+    os.environ["ATEN_CPU_CAPABILITY"] = os.environ["INSTRUCTIONS"].split()[int(os.environ["PACELINE_RANK"])]
+import torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline.train import step_verifier
+step_verifier.TWICE = 10**9  # workers that were wrong stay
+width, rows, batch = (int(word) for word in sys.argv[3:6])
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(rows, width, generator=generator)
+data = TensorDataset(x, (x.sum(1) > 0).long())
+trainer = paceline.Trainer(
+    lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 2)),
+    lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+    lambda params: torch.optim.AdamW(params, lr=1e-3),
+    global_batch=batch,
+)
+for report in trainer.steps(data, count=int(sys.argv[2])):
+    pass
+trainer.export(sys.argv[1])
+"""
+
+
+def train(folder: Path, steps: int, plan: str, verify: str, sizes: tuple[int, int, int], **env: str) -> list[Any]:
+    """Trains in the folder. Returns the events of the run."""
+    folder.mkdir()
+    (folder / "train.py").write_text(TINY)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", str(WORKERS), "--run-dir", "out", "--quiet"]
+    command += ["--plan", plan, *(("--verify-steps", verify) if verify else ())]
+    command += ["--cold-start"] if "INSTRUCTIONS" in env else []
+    words = ["train.py", "out.safetensors", str(steps), *map(str, sizes)]
+    subprocess.run([*command, *words], check=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+    return read_journal(folder / "out")
+
+
+def flips(folder: Path, kind: str, wanted: int, chance: random.Random) -> dict[str, int]:
+    """Flips bits of a kind until so many were found."""
+    sizes, plan, counts = (16, 96, 24), "exact micro=4", Counter[str]()
+    train(folder / "calm", AT_ONCE + 2, plan, "1", sizes)
+    calm = (folder / "calm" / "out.safetensors").read_bytes()
+    while counts["found"] < wanted:
+        number, faults = counts["runs"], dict[int, str]()
+        for step in range(2, min(AT_ONCE, 2 + wanted - counts["found"])):
+            moment = (
+                chance.choice(("loading", "forward")) if kind in ("flip-activation", "flip-gradient") else "loading"
+            )
+            faults[step + 1] = f"{kind}:{chance.randrange(WORKERS)}@{step}.{moment}"
+        events = train(folder / str(number), AT_ONCE + 2, plan, "1", sizes, PACELINE_CHAOS=",".join(faults.values()))
+        fired = {entry["step"] + 1: entry["worker"] for entry in read_log(folder / str(number) / "out")}
+        healed = {event["step"] + 1: event["workers"] for event in effective_steps(events, "healed")}
+        named = healed | {event["step"]: event["workers"] for event in effective_steps(events, "corrupted")}
+        same = (folder / str(number) / "out.safetensors").read_bytes() == calm
+        counts["runs"] += 1
+        counts["fired"] += len(fired)
+        counts["found"] += len(named)
+        counts["right worker"] += sum(named.get(step) == [worker] for step, worker in fired.items())
+        counts["harmless" if same else "missed"] += len(fired) - len(named)
+        counts["undisturbed bytes"] += same
+    return dict(counts)
+
+
+def alarms(folder: Path, steps: int, instructions: str) -> dict[str, int]:
+    """Counts verified steps that were computed again although nothing was wrong."""
+    env = {"INSTRUCTIONS": instructions} if instructions else {}
+    verified = [
+        e["attempts"] for e in train(folder, steps, "micro=4", "1", (16, 960, 24), **env) if e["event"] == "verified"
+    ]
+    return {"verified steps": len(verified), "false alarms": sum(attempts > 1 for attempts in verified)}
+
+
+def cost(folder: Path, rounds: int, steps: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Compares the seconds of a step with and without verification, in turns."""
+    seconds: dict[str, list[float]] = {"": [], "1%": []}
+    longer = []
+    for number in range(rounds):
+        for verify in ("", "1%") if number % 2 else ("1%", ""):
+            events = train(folder / f"{number} {verify}", steps, f"micro={sizes[2] // WORKERS}", verify, sizes)
+            at = {event["step"]: event["at"] for event in effective_steps(events)}
+            first, last = min(step for step in at if step >= WARM), max(at)
+            seconds[verify].append((at[last] - at[first]) / (last - first))
+            longer += [event["seconds"] for event in events if event["event"] == "verified" and event["step"] > WARM]
+    usual, verified = (statistics.median(seconds[verify]) for verify in ("", "1%"))
+    ratios = sorted(b / a for a, b in zip(seconds[""], seconds["1%"], strict=True))
+    return {
+        "seconds per step": {"without": usual, "with 1%": verified},
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+        "seconds of a verified step": statistics.median(longer),
+        "verified steps": len(longer),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="flips|alarms|cost")
+    parser.add_argument("--flips", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cost-steps", type=int, default=1000)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args()
+    parts, chance, measured = args.parts or ["flips", "alarms", "cost"], random.Random(args.seed), dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="verify-steps-") as name:
+        for kind in KINDS if "flips" in parts else ():
+            (folder := Path(name, kind)).mkdir()
+            measured[kind] = flips(folder, kind, args.flips, chance)
+            print(kind, json.dumps(measured[kind]), flush=True)
+        for instructions in ("", "default avx2 avx512") if "alarms" in parts else ():
+            what = f"alarms, {instructions or 'equal workers'}"
+            measured[what] = alarms(Path(name, what), args.steps, instructions)
+            print(what, json.dumps(measured[what]), flush=True)
+        if "cost" in parts:
+            (folder := Path(name, "cost")).mkdir()
+            measured["cost"] = cost(folder, args.rounds, args.cost_steps, (args.width, 960, 96))
+            print("cost", json.dumps(measured["cost"]), flush=True)
+    if args.record is not None:
+        record(args.record, **measured)
+
+
+if __name__ == "__main__":
+    main()
