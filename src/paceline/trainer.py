@@ -56,8 +56,10 @@ from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
 from paceline.session.error_hints import AnnotatedCallable
+from paceline.session.gpu_usage import gpu_utilisation
 from paceline.session.logging import TrainerLogging
 from paceline.session.loop_batches import BroughtBatch, LoopBatches
+from paceline.session.memory_snapshot import has_run_out
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
 from paceline.session.validation import (
@@ -87,6 +89,7 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
+from paceline.train.layer_norms import LayerNorms, layer_norms
 from paceline.train.step import StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
 
@@ -689,9 +692,9 @@ class Trainer(TrainerLogging):
         except UsageError as error:
             run.check.refuse(error)
             raise
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise run.memory.explain(error, self._device) from error
+        except (RuntimeError, MemoryError) as error:
+            if has_run_out(error):
+                raise run.memory.explain(error, self._device, run.folder.path, run.team.rank) from error
             refuse_other_kinds(self._context.kinds, dict(self._job.model.named_parameters()), error)
             raise
         if step is None:
@@ -718,6 +721,8 @@ class Trainer(TrainerLogging):
             account.take()
         elif self._ledger and report is not None:
             figures = self._ledger.take(int(sum(self._reporter.traffic.of(self._number).values())))
+            if (busy := gpu_utilisation(self._device)) is not None:
+                figures["gpu"] = busy
             values = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
             self._reporter.show("step", trainer=self._number, **values, **figures, account=account.take())
             if (each := self._ledger.each()) is not None:
@@ -887,6 +892,33 @@ class Trainer(TrainerLogging):
         self._run.need_team()
         self._run.results.call(partial(load_best, self._run, self._job, self._number))
 
+    @without_script_view
+    def layer_norms(self) -> LayerNorms:
+        """Computes the norm of each parameter and of its gradient, the same under any plan. All workers must call it.
+
+        Call it in the body of the loop, for example every 100 steps: it reads all weights and gradients once.
+
+        Returns:
+            ``weights`` and ``gradients``, two dicts by the names of the model's trained parameters. Gradients are the
+            mean gradients of the last step, before clipping: the square root of the sum of their squares is
+            ``report.grad_norm``. Parameters without a gradient are left out of the second dict.
+
+        Raises:
+            UsageError: The plan has ``local=`` or ``server=``, under which workers have different gradients.
+
+        Example:
+            >>> for report in trainer.steps(data):
+            ...     if report.every(100):
+            ...         norms = trainer.layer_norms()
+            ...         trainer.log(**{f"gradient/{name}": norm for name, norm in norms.gradients.items()})
+        """
+        self._need_open()
+        if word := next((word for word in ("local", "server") if getattr(self.plan, word)), ""):
+            what = f"layer_norms() cannot be used with {word}=, where workers have different gradients"
+            raise UsageError(what, f"leave {word}= out of the plan")
+        self._run.need_team()
+        return LayerNorms(*self._run.results.run(partial(layer_norms, self._replica, self._group)))
+
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
@@ -947,6 +979,11 @@ class Trainer(TrainerLogging):
         """Finishes a step after its update: gathers the weights that other workers have updated."""
         if self._line is None:
             self._replica.complete()
+
+    @property
+    def job(self) -> ParallelJob:
+        """Returns what the trainer trains."""
+        return self._job
 
     @property
     def held_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +78,19 @@ class Trained:
 
 @pytest.fixture
 def step_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, torch.Tensor]]:
+    return partial(next_weights, run=tmp_path / "run", patch=monkeypatch)
+
+
+def next_weights(
+    source: Path, run: Path, patch: pytest.MonkeyPatch, kind: str = "adamw", **options: Any
+) -> dict[str, torch.Tensor]:
     """Imports a source, makes one step, and returns the weights."""
-
-    def make(source: Path, kind: str = "adamw", **options: Any) -> dict[str, torch.Tensor]:
-        text = import_model(source, tmp_path / "run", **options)
-        assert ", and the optimizer state (" in text
-        with running(tmp_path / "run", monkeypatch):
-            trainer = Trainer(net, lambda out, rows: cross_entropy(out, rows[1]), OPTIMIZERS[kind], global_batch=24)
-            list(trainer.steps(data, count=1, loader={"num_workers": 0}))
-            return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-    return make
+    text = import_model(source, run, **options)
+    assert ", and the optimizer state (" in text
+    with running(run, patch):
+        trainer = Trainer(net, lambda out, rows: cross_entropy(out, rows[1]), OPTIMIZERS[kind], global_batch=24)
+        list(trainer.steps(data, count=1, loader={"num_workers": 0}))
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 # -- files of torch.save ---------------------------------------------------------------------------------------------
@@ -97,7 +100,7 @@ def step_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_torch_file(kind: str, step_from: Callable[..., Any], tmp_path: Path) -> None:
     trained = Trained(kind)
     wanted = trained.save(tmp_path / "a.pt", model="model", optimizer="optimizer", epoch=3)
-    assert apart(step_from(tmp_path / "a.pt", kind), wanted) <= 1e-12
+    assert apart(step_from(tmp_path / "a.pt", kind=kind), wanted) <= 1e-12
 
 
 class Wrapped(nn.Module):
@@ -118,6 +121,15 @@ def test_torch_file_of_a_wrapped_and_compiled_model(named: bool, step_from: Call
     assert {*trained.model.state_dict()} >= {"module._orig_mod.0.weight"}
     wanted = trained.save(tmp_path / "a.bin", state_dict="model", optim="optimizer")
     assert apart(step_from(tmp_path / "a.bin"), wanted) <= 1e-12
+
+
+def test_folder_of_the_trainer_of_transformers(step_from: Callable[..., Any], tmp_path: Path) -> None:
+    trained, folder = Trained("adamw"), tmp_path / "checkpoint-3"
+    folder.mkdir()
+    save_file(dict(trained.model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(trained.optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save({}, folder / "scheduler.pt")
+    assert apart(step_from(folder), trained.next_weights()) <= 1e-12
 
 
 # -- other programs --------------------------------------------------------------------------------------------------
@@ -156,6 +168,14 @@ def accelerate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 def test_accelerate(name: str, accelerate: tuple[Path, dict[str, torch.Tensor]], step_from: Callable[..., Any]) -> None:
     folder, wanted = accelerate
     assert apart(step_from(folder / name), wanted) <= 1e-12
+
+
+@pytest.mark.slow
+def test_accelerate_with_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    wanted = saved_by("accelerate_fsdp", tmp_path / "saved", 2)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        assert apart(next_weights(tmp_path / "saved" / kind, tmp_path / kind, monkeypatch), wanted) <= 1e-12
 
 
 def test_lightning(tmp_path: Path, step_from: Callable[..., Any]) -> None:

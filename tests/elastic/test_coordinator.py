@@ -282,6 +282,21 @@ def test_kill_without_a_coordinator_is_noticed_after_its_restart() -> None:
     ] == "did not report to the restarted coordinator"
 
 
+def test_worker_whose_host_computes_wrong_values_is_not_started_again() -> None:
+    play = admitted()
+    play.change(1, failed=("HardwareError", 7, "worker 1 computed a wrong value"))
+    play.settle(0.5)
+    play.change(1, status=1, why="ended with exit code 1")
+    play.settle(5.0)
+    assert play.members == {0, 2, 3, 4}
+    assert (play.workers["a"][1].life, play.coordinator.failing) == (0, {})
+    assert "worker 1 raised HardwareError: 4 workers go on; it is not restarted" in play.coordinator.lines[-1][1]
+    play.again()
+    play.settle(RETURN + 1)
+    assert play.members == {0, 2, 3, 4}
+    assert play.workers["a"][1].life == 0
+
+
 def late(play: Play, *agents: str) -> None:
     """The coordinator is started again, and these do not come back in time."""
     play.silent |= {*agents}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import train_basics
+from launching import SCRIPTS, paceline, train_basics
 from once import once
 
 from paceline.base.journal import read_journal
@@ -81,3 +81,89 @@ def test_worker_that_computes_wrongly_twice_leaves_and_is_not_restarted(undistur
     assert f"{event['text']} in step 4; that was not the first time: it leaves the run" in done
     assert "worker 2 raised HardwareError: 2 workers go on; it is not restarted" in done
     assert (tmp_path / "out.safetensors").read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["loading", "forward", "backward", "summed", "reduced", "applied"])
+def test_killed_worker_in_a_verified_step_costs_nothing(moment: str, undisturbed: bytes, tmp_path: Path) -> None:
+    fault = f"kill:1@5.{moment}"
+    train_basics(tmp_path, EXACT, 4, "--verify-steps", "2", chaos=fault)
+    assert [entry["fault"] for entry in read_log(tmp_path / "out")] == [fault]
+    assert not events(tmp_path, "corrupted")
+    assert (tmp_path / "out.safetensors").read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+def test_two_workers_that_disagree_are_both_named(tmp_path: Path) -> None:
+    said = train_basics(tmp_path, FAULTY.replace("FAULTY", "1"), 2, "--verify-steps", "1", code=1).stderr
+    (event,) = events(tmp_path, "corrupted")
+    assert (event["workers"], event["step"], event["leaves"]) == ([0, 1], 4, False)
+    assert f"WorkersDifferError: {event['text']}; if the model computes other bits each time" in said
+    assert event["text"].endswith("from the same rows in step 4, 3 times in a row; 0.weight is the first that differs")
+
+
+PLANS = {
+    "micro=2": {},
+    "exact micro=2": {},
+    "micro=2 precision=fp16": {},
+    "micro=6 precision=bf16": {},
+    "micro=6 precision=bf16:pure": {},
+    "shard=2 zero=1 micro=6": {},
+    "shard=2 zero=2 micro=2": {},
+    "shard=2 zero=3 micro=2": {},
+    "exact shard=2 zero=3 micro=2": {},
+    "tensor=2 micro=2": {"ATTENTION": "1"},
+    "context=2 micro=2": {"ATTENTION": "1"},
+    "pipeline=2 micro=4": {"ATTENTION": "1"},
+    "expert=2 micro=4": {"EXPERTS": "1"},
+}
+FLIPS = "flip-gradient:1@2.forward,flip-activation:2@3.loading,flip-bucket:0@4.loading,flip-transit:3@10.loading"
+
+
+def survive(folder: Path, plan: str, chaos: str, shares: str) -> bytes:
+    """Trains scripts/survivor.py, of which every step is verified. Shares do not change with the workers' speed."""
+    folder.mkdir()
+    options = ("--workers", "4", "--run-dir", "out", "--plan", plan, "--verify-steps", "1", "--shares", shares)
+    paceline("run", *options, SCRIPTS / "survivor.py", "end", "12", cwd=folder, PACELINE_CHAOS=chaos, **PLANS[plan])
+    return (folder / "end.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_flipped_bits_are_found_under_every_plan(plan: str, tmp_path: Path) -> None:
+    """Dropout, BatchNorm, clipping, a schedule, and with unequal shares. The tenth step measures the noise scale."""
+    shares = "3,1,2,2" if plan in ("micro=2", "exact micro=2") else "1,1,1,1"
+    calm = survive(tmp_path / "calm", plan, "", shares)
+    assert not events(tmp_path / "calm", "corrupted")
+    assert {event["attempts"] for event in events(tmp_path / "calm", "verified")} == {1}
+    wild = survive(tmp_path / "wild", plan, FLIPS, shares)
+    named = {event["step"]: event["workers"] for event in events(tmp_path / "wild", "corrupted")}
+    flipped = {step: (kind, worker) for kind, step, worker in flips(tmp_path / "wild")}
+    assert len(flipped) == 4
+    assert named.keys() <= flipped.keys()
+    for step, (kind, worker) in flipped.items():
+        if kind != "flip-activation" or step in named:  # that of a unit which is off changes nothing
+            assert worker in named[step], (kind, named)
+    assert wild == calm
+
+
+KINDS = """import os
+os.environ["ATEN_CPU_CAPABILITY"] = "KINDS".split()[int(os.environ["PACELINE_RANK"])]
+from basics import *
+data = TensorDataset(x.float(), data.tensors[1])
+model = lambda: nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+trainer = make(model=model, plan="micro=3")
+for report in trainer.steps(data, count=200):
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["default avx2 avx512", "default default avx2 avx512 avx512"])
+def test_workers_with_other_instructions_raise_no_false_alarm(kinds: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KINDS.replace("KINDS", kinds))
+    train_basics(tmp_path, None, len(kinds.split()), "--verify-steps", "1", "--cold-start")
+    assert [event["attempts"] for event in events(tmp_path, "verified")] == [1] * 200
+    assert not events(tmp_path, "corrupted")
+    (agreement,) = events(tmp_path, "agreement")
+    assert agreement["distance"] > 0  # they did round otherwise

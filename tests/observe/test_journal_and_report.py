@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from journals import GRID, step, write_run
+from launching import train_basics
 from rich.console import Console
 from warm import Process, environment
 
@@ -31,7 +32,7 @@ from paceline.errors import UsageError
 from paceline.observe import step_totals as ledger
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
-from paceline.observe.summary import Summary, explain
+from paceline.observe.summary import Summary, explain, facts
 
 
 # ---- the journal
@@ -644,3 +645,19 @@ def test_what_each_of_very_many_workers_computed_is_told_now_and_then(monkeypatc
     kept.add(5, 8, {"compute": 0.1}, dict.fromkeys(range(64), 0.5))
     assert kept.take(0)["computed"] == dict.fromkeys(range(64), 0.5), "of fewer in every record"
     assert kept.each() is None
+
+
+def test_how_busy_a_gpu_is(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("start", workers=1, resumed_from=None)
+    for number, gpu in enumerate((0.5, 0.9, None), 1):
+        journal.write("step", **step(number, gpu=gpu, seconds=float(number)))
+    journal.close()
+    assert dict(facts(Summary(tmp_path))["Results"])["computing"] == "worker 0's GPU was busy 77% of the time"
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_says_how_busy_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("pynvml", reason="no NVML: pip install 'paceline[gpu]'")
+    train_basics(tmp_path, "list(make().steps(data))\n", 1)
+    assert all(0 <= event["gpu"] <= 1 for event in read_journal(tmp_path / "out") if event["event"] == "step")

@@ -1,14 +1,16 @@
 """Trains the model of basics.py for some steps with another program, saves as that program does, and steps once more.
 
-    saved_by_others.py fsdp|accelerate|lightning FOLDER
+    saved_by_others.py fsdp|accelerate_fsdp|accelerate|lightning FOLDER
 
-`fsdp` needs two processes. The weights after the next step are in FOLDER/next.safetensors. The rows of each step are
-those of `test_import_sources.batch`, given in FOLDER/rows.safetensors.
+The first two need two processes. The weights after the next step are in FOLDER/next.safetensors. The rows of each step
+are those of `test_import_sources.batch`, given in FOLDER/rows.safetensors.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,10 @@ def finish(state: dict[str, torch.Tensor]) -> None:
     save_file({name: value.detach().clone() for name, value in state.items()}, FOLDER / "next.safetensors")
 
 
-def fsdp() -> None:
-    """FSDP2 over two processes, in the layouts of torch's tutorial, of torchtitan, and as one file."""
+def sharded(save: Callable[[Any, torch.optim.Optimizer, int], None]) -> None:
+    """Trains with FSDP2 over two processes, and calls `save(model, optimizer, rank)`."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
@@ -56,6 +57,19 @@ def fsdp() -> None:
 
     for number in range(STEPS):
         step(number)
+    save(model, optimizer, rank)
+    step(STEPS)
+    after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        finish(after)
+    dist.destroy_process_group()
+
+
+def fsdp(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Saves in the layouts of torch's tutorial, of torchtitan, and as one file."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
     weights, states = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     dcp.save({"app": {"model": weights, "optim": states}, "epoch": 3}, checkpoint_id=FOLDER / "tutorial")
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -73,11 +87,18 @@ def fsdp() -> None:
     }
     if rank == 0:
         torch.save(saved, FOLDER / "complete.pt")
-    step(STEPS)
-    after = get_model_state_dict(model, options=complete)
-    if rank == 0:
-        finish(after)
-    dist.destroy_process_group()
+
+
+def accelerate_fsdp(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Saves as `Accelerator.save_state` does for FSDP, which Accelerate itself uses on accelerators only."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        state = PartialState(cpu=True)
+        save_fsdp_model(plugin, state, model, str(FOLDER / kind))
+        save_fsdp_optimizer(plugin, state, optimizer, model, str(FOLDER / kind))
 
 
 def accelerate() -> None:
@@ -140,4 +161,10 @@ def lightning() -> None:
 
 
 if __name__ == "__main__":
-    {"fsdp": fsdp, "accelerate": accelerate, "lightning": lightning}[sys.argv[1]]()
+    kinds = {
+        "fsdp": partial(sharded, fsdp),
+        "accelerate_fsdp": partial(sharded, accelerate_fsdp),
+        "accelerate": accelerate,
+        "lightning": lightning,
+    }
+    kinds[sys.argv[1]]()

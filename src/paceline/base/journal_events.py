@@ -68,6 +68,7 @@ class StepEvent(TrainerEvent):
     computed: NotRequired[ByWorker | None]
     lanes: NotRequired[dict[RingSlot, Seconds] | None]
     account: NotRequired[By | None]
+    gpu: NotRequired[Real | None]
 
 
 class StartEvent(Journaled):

@@ -19,10 +19,10 @@ from paceline.comm.communicator import Group
 from paceline.comm.digests import checksum
 from paceline.comm.gradient_buckets import Bucket
 
-FIGURES = -1  # the index, in a `Fault`, of the small tensor that follows the buckets
+FIGURES = -1  # the index, in a `SumFault`, of the small tensor that follows the buckets
 
 
-class Fault(NamedTuple):
+class SumFault(NamedTuple):
     """A difference of digests. `kind` is what has changed: a worker's "contribution" to a sum, or its "sum", on the way
     to another worker, its "addition", or the sums in its "memory". `worker` is its number in the run, and `bucket` the
     index of the bucket.
@@ -58,7 +58,7 @@ class CheckedReducer(BucketReducer):
         super().__init__(group, route)
         self.look = look
         self.tamper: Callable[[str, Bucket, torch.Tensor], None] | None = None
-        self.faults: list[Fault] = []
+        self.faults: list[SumFault] = []
         self._complete: list[tuple[Bucket, list[int]]] = []
         self._moved: list[list[_Moved]] = []
         self._held: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by bucket: its sums so far, and their digests
@@ -116,7 +116,7 @@ class CheckedReducer(BucketReducer):
 
     def _confirm(self, bucket: int) -> None:
         if any(checksum(flat) != digest for flat, digest in self._held[bucket]):
-            self.faults.append(Fault("memory", self.group.names[self.group.rank], bucket))
+            self.faults.append(SumFault("memory", self.group.names[self.group.rank], bucket))
 
     def squares(self) -> float | None:
         """Returns None: the sums have to be read again."""
@@ -162,7 +162,7 @@ class CheckedReducer(BucketReducer):
         moved.received = [checksum(part) for part in taken]
         moved.added = checksum(total)
         if checksum(_add(taken)) != moved.added:
-            self.faults.append(Fault("addition", among.names[among.rank], moved.bucket))
+            self.faults.append(SumFault("addition", among.names[among.rank], moved.bucket))
         if kind == "scatter":
             parts[among.rank].copy_(total)
             return
@@ -179,9 +179,9 @@ class CheckedReducer(BucketReducer):
         for name, sent, added, rank in zip(among.names, taken, rows, range(among.size), strict=True):
             for one, sent_digest, added_digest in zip(moved, sent.tolist(), added.tolist(), strict=True):
                 if one.received[rank] != sent_digest:
-                    self.faults.append(Fault("contribution", name, one.bucket))
+                    self.faults.append(SumFault("contribution", name, one.bucket))
                 if one.gathered and one.gathered[rank] != added_digest:
-                    self.faults.append(Fault("sum", name, one.bucket))
+                    self.faults.append(SumFault("sum", name, one.bucket))
 
 
 def _add(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 _CHUNK = 1 << 18  # elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 SIGNS = 3  # signed sums of a sketch
 
 
@@ -35,7 +35,7 @@ def checksum(flat: torch.Tensor) -> int:
     for chunk in bits.split(_CHUNK):
         # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
         mixed = (chunk >> 4 * chunk.element_size()).bitwise_xor_(chunk).mul_(factors[: len(chunk)])
-        total = (total * 1_000_003 + int(mixed.sum(dtype=torch.int64))) * _ODD & _MASK
+        total = (total * 1_000_003 + int(mixed.sum(dtype=torch.int64))) * _MULTIPLIER & _MASK
     return (total ^ total >> 32) >> 1
 
 
@@ -43,7 +43,7 @@ def combined(numbers: Iterable[int]) -> int:
     """Returns one checksum of several, whose order counts."""
     total = 0
     for number in numbers:
-        total = ((total ^ total >> 29) * _ODD + number) & _MASK
+        total = ((total ^ total >> 29) * _MULTIPLIER + number) & _MASK
     return (total ^ total >> 32) >> 1
 
 

@@ -52,18 +52,16 @@ def next_options(options: LaunchOptions, code: int, change: PlanChange | None, t
         return None
     assert before.chosen is not None
     assert before.chosen.outlook is not None
-    outlook, failed = (
-        before.chosen.outlook.without(chosen.plan, chosen.workers),
-        f"the run did not start under {chosen.plan!r}",
-    )
+    outlook = before.chosen.outlook.without(chosen.plan, chosen.workers)
+    failed = f"the run did not start under {chosen.plan!r}"
+    what, why, options = f"the plan stays {before.plan!r}", failed, before
     if (another := outlook.better(now, History(cache_folder() / HISTORY))) is not None:
-        options = _with_change(before, before.chosen, outlook, another)
-        assert options.chosen is not None
-        say(f"auto: {failed}; {options.chosen.what}: {options.chosen.why}")
-        return options
-    what = f"the plan stays {before.plan!r}"
-    say(f"auto: {what}: {failed}")
-    return replace(before, chosen=replace(before.chosen, what=what, why=failed, outlook=outlook))
+        what, why = describe(outlook, another)
+        why, options = f"{failed}; {why}", _with_change(before, before.chosen, outlook, another)
+    if not options.quiet:
+        say(f"auto: {what}: {why}")
+    chosen = options.chosen or before.chosen
+    return replace(options, chosen=replace(chosen, what=what, why=why, outlook=chosen.outlook if another else outlook))
 
 
 def _with_change(options: LaunchOptions, chosen: ChosenPlan, outlook: Outlook, change: PlanChange) -> LaunchOptions:

@@ -111,6 +111,11 @@ METRICS = (
         *("paceline_device_utilisation", "1", "model operations as a fraction of the peak of all devices"),
         of=lambda s: {"": s.utilisation} if s.utilisation is not None else {},
     ),
+    Metric(
+        *("paceline_gpu_busy", "1", "fraction of the last second or less in which the GPU of worker 0 computed"),
+        tag="gpu/busy",
+        record=_known("gpu"),
+    ),
     Metric("paceline_step_seconds", "s", "seconds per step on worker 0", tag="time/step", record=_a_step),
     Metric(
         *(

@@ -98,12 +98,10 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
-        self.healed = effective_steps(events, "healed")
-        self.verified, self.corrupted = (effective_steps(events, kind) for kind in ("verified", "corrupted"))
+        self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
+        self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
-        late = effective_steps(events, "late") + effective_steps(
-            events, "uncounted"
-        )  # each may be in the journal twice
+        late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be there twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
         self.windows = effective_steps(events, "window")
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
@@ -589,6 +587,14 @@ def _computing(s: Summary) -> str:
     return "; ".join(filter(None, texts))
 
 
+def _gpu(s: Summary) -> str:
+    """How much of the time worker 0's GPU was busy, as a text."""
+    records = [event for of_trainer in s.steps.values() for event in of_trainer if event.get("gpu") is not None]
+    seconds = total(records, "seconds")
+    busy = sum(event["gpu"] * (event.get("seconds") or 0.0) for event in records)
+    return f"worker 0's GPU was busy {busy / seconds:.0%} of the time" if seconds else ""
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """Describes the run as (name, text) rows by title; omits rows that the journal has no data for."""
     s, start = summary, summary.start
@@ -618,7 +624,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("noise scale", _noise(event)) for event in s.noise),
             ("done", _done(s)),
             ("speed", _speed(s)),
-            ("computing", _computing(s)),
+            ("computing", "; ".join(filter(None, [_computing(s), _gpu(s)]))),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),

@@ -14,6 +14,7 @@ from torch import nn
 from paceline.base.batching import Grid, deal
 from paceline.base.text import ranks, trainer_names
 from paceline.checkpoint.tree import flatten, unflatten
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import local
 from paceline.data.loader import Source
 from paceline.errors import CheckpointError, DatasetError, PacelineError, UsageError, first_line
@@ -55,6 +56,10 @@ class RegisteredTrainer(Protocol):
         """Returns each plan as text, and the bytes that a worker holds under it by category; the trainer's plan is
         first.
         """
+
+    @property
+    def job(self) -> TrainingJob | None:
+        """What the trainer trains; None for one that has ended."""
 
     @property
     def held_bytes(self) -> int:

@@ -21,7 +21,12 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_bit(tensor: torch.Tensor, chance: random.Random) -> dict[str, int]:
-    """Flips a drawn bit of a drawn element of a tensor, unseen by autograd. Returns the element and the bit."""
+    """Flips a drawn bit of a drawn element of a tensor, unseen by autograd and by modes. Returns element and bit."""
+    with torch._C.DisableTorchFunction():
+        return _flip(tensor, chance)
+
+
+def _flip(tensor: torch.Tensor, chance: random.Random) -> dict[str, int]:
     real = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
     element, width = chance.randrange(real.numel()), 8 * real.element_size()
     bit, at, rest = chance.randrange(width), real.storage_offset(), element
@@ -60,7 +65,7 @@ class BitFlips:
         """Waits for a drawn one of the next outputs of modules with parameters, or for its gradient."""
         model = self._replica.job.model
         owners = [*dict.fromkeys(name.rpartition(".")[0] for name in self._replica.job.named)]
-        flip, waits = _Flip("", chance, log), [chance.randrange(len(owners))]
+        flip, waits = _OneFlip("", chance, log), [chance.randrange(len(owners))]
 
         def hook_gradient(grad: torch.Tensor) -> torch.Tensor:
             changed = grad.clone()
@@ -93,7 +98,7 @@ class BitFlips:
         drawn, replica = self._draw_bucket(chance), self._replica
         if drawn is None:
             return
-        flip, usual = _Flip("", chance, log), replica.send_bucket
+        flip, usual = _OneFlip("", chance, log), replica.send_bucket
 
         def flip_in(bucket: Bucket) -> None:
             if bucket.index == drawn.index and not flip.done:
@@ -126,7 +131,7 @@ class BitFlips:
         if not isinstance(transit, CheckedReducer):
             self._arm_bucket(late=False, chance=chance, log=log)
             return
-        flip = _Flip(f"a slice of bucket {drawn.index}", chance, log)
+        flip = _OneFlip(f"a slice of bucket {drawn.index}", chance, log)
 
         def tamper(where: str, bucket: Bucket, part: torch.Tensor) -> None:
             if where == "transit" and bucket.index == drawn.index and part.numel() and not flip.done:
@@ -135,7 +140,7 @@ class BitFlips:
         transit.tamper = tamper
 
 
-class _Flip:
+class _OneFlip:
     """Flips one bit, once, and logs it."""
 
     def __init__(self, name: str, chance: random.Random, log: Log) -> None:

@@ -22,6 +22,7 @@ from paceline.comm.gradient_buckets import Bucket, Buckets
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.microbatches import to_device
 from paceline.errors import HardwareError, WorkersDifferError
+from paceline.train.replica import compute
 from paceline.train.share_record import FIGURES, ROWS, ShareRecord, first_difference, processor, tolerance_of
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
@@ -192,7 +193,7 @@ class StepCheck:
         self._records = [ShareRecord(context.job, verifier.buckets, self._mixed) for _ in range(2)]
         other = self._records[1]
         with without_a_trace(context.job.model, guard.streams), guard.unlearning():
-            other.close(micro_batches, replica.compute(micro_batches, options, other.take))
+            other.close(micro_batches, compute(replica, micro_batches, options, other.take))
             context.restore_state()
             replica.abort(again=True)
         exact = replica.grad_buffers.exact

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.base.text import plural
+from paceline.checkpoint.lazy import Deferred
 from paceline.checkpoint.safetensors_file import DTYPES
 from paceline.errors import UsageError
 
@@ -129,7 +130,12 @@ def _weight(contents: Contents, name: str, value: Any) -> dict[str, torch.Tensor
     if reason:
         contents.leave_out(name, reason)
         return {}
-    return {name: value.detach()}
+    return {name: _detached(value)}
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    """A parameter as a plain tensor; a deferred tensor as it is, because each operation on it reads its values."""
+    return value if isinstance(value, Deferred) else value.detach()
 
 
 def _refusal(value: Any) -> str:
@@ -188,7 +194,7 @@ def _plain_state(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             if reason := _refusal(value):
                 raise ValueError(reason)
-            made[str(key)] = value.detach()
+            made[str(key)] = _detached(value)
         elif value is None or isinstance(value, int | float):
             made[str(key)] = value
         else:

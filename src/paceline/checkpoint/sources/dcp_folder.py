@@ -100,7 +100,9 @@ def _load(path: Path, known: metadata.Metadata, key: str) -> Any:
     }
     try:
         with warnings.catch_warnings(action="ignore"):
-            dcp.load(state, storage_reader=SafeReader(path, known), planner=SafePlanner(), no_dist=True)
+            planner = SafePlanner()
+            dcp.load(state, storage_reader=SafeReader(path, known), planner=planner, no_dist=True)
+            planner.state_dict = planner.original_state_dict = {}  # torch keeps the planner in a reference cycle
     except CheckpointException as error:
         cause: BaseException = next(iter(error.failures.values()))[0]
         if isinstance(cause, CheckpointError):
