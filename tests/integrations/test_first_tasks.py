@@ -21,7 +21,7 @@ import count  # noqa: E402
 COUNTS = count.table()
 PEERS = [(task, library) for task, counts in COUNTS.items() for library in counts if library != "paceline"]
 # Steps until each script has evaluated. The GAN's are those of two trainers.
-STEPS = {"image": 24, "bert": 14, "gpt": 6, "lora": 16, "gan": 48, "detection": 14, "a2c": 21, "tabular": 15}
+STEPS = {"image": 24, "bert": 14, "gpt": 10, "lora": 16, "gan": 48, "detection": 14, "a2c": 21, "tabular": 15}
 COMPARED = 8  # later on, rounding decides between two boxes that are equally good
 # Evaluate sooner, and print each loss in full.
 SOONER = (r"every\(100\)", "every(5)")
