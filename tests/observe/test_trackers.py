@@ -339,7 +339,7 @@ def test_a_collector_that_refuses_gets_everything_later(tmp_path: Path) -> None:
     assert collector.errors == 1
     assert said == [
         "the logger otlp failed (ConnectionError: the collector did not take metrics); "
-        "training goes on, and it gets what it misses later"
+        "training goes on, and it gets the missing values later"
     ]
     points = [point.as_double for point in collector.points("paceline.loss") if not point.attributes]
     assert points == [value for _, value in expected("loss")[:4]]
@@ -373,7 +373,7 @@ class Failing:
         (
             TimeoutError("no answer"),
             [1, 2, 3, 4],
-            "the logger Failing failed (TimeoutError: no answer); training goes on, and it gets what it misses later",
+            "the logger Failing failed (TimeoutError: no answer); training goes on, and it gets the missing values later",
         ),
     ],
 )
@@ -430,7 +430,7 @@ def test_unknown_names_and_missing_packages_are_refused(tmp_path: Path, monkeypa
     with pytest.raises(UsageError) as caught:
         loggers.add("csv,wandbb:x")
     assert str(caught.value) == (
-        "log_to() names csv,wandbb:x, but there is no logger of the name wandbb; "
+        "log_to() names csv,wandbb:x, and no logger has the name wandbb; "
         "use one of comet, csv, mlflow, otlp, tensorboard, trackio, wandb"
     )
     monkeypatch.setattr("paceline.base.logger_names.find_spec", lambda name: None)
@@ -496,7 +496,7 @@ def test_run_refuses_what_it_cannot_log_to(tmp_path: Path, monkeypatch: pytest.M
     script.write_text("")
     refused = paceline("run", "--log-to", "csv,nothing", script, cwd=tmp_path, code=2)
     assert refused.stderr == (
-        "paceline: --log-to names csv,nothing, but there is no logger of the name nothing; "
+        "paceline: --log-to names csv,nothing, and no logger has the name nothing; "
         "use one of comet, csv, mlflow, otlp, tensorboard, trackio, wandb\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

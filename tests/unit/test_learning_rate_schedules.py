@@ -132,4 +132,6 @@ def test_schedule_without_steps_needs_the_length_of_one_loop(train: Any, text: s
 def test_schedule_without_steps_is_no_function_of_the_step() -> None:
     with pytest.raises(UsageError) as caught:
         paceline.linear()(3)
-    assert str(caught.value) == "the schedule has no steps=, so it is no function of the step; pass steps= to it"
+    assert (
+        str(caught.value) == "the schedule has no steps=, so its value depends on more than the step; pass steps= to it"
+    )

@@ -32,7 +32,7 @@ def parse_loggers(text: str, given_as: str = "--log-to") -> list[LoggerName]:
     names = [LoggerName(*part.strip().partition(":")[::2]) for part in text.split(",")]
     for name in names:
         if name.kind not in MODULES:
-            what = f"{given_as} names {shown(text)}, but there is no logger of the name {shown(name.kind)}"
+            what = f"{given_as} names {shown(text)}, and no logger has the name {shown(name.kind)}"
             raise UsageError(what, f"use one of {', '.join(sorted(MODULES))}")
     return names
 

@@ -96,7 +96,7 @@ NAMES = [
     PrivateName("torch.utils._pytree.tree_unflatten", "the same"),
     PrivateName("torch.utils.data._utils.collate.collate_tensor_fn", "collate without copying through shared memory"),
     PrivateName("torch.utils.data._utils.collate.default_collate_fn_map", "the types that torch's collation knows"),
-    PrivateName("torch.cuda.memory._dump_snapshot", "what is in the memory of a GPU when it runs out"),
+    PrivateName("torch.cuda.memory._dump_snapshot", "lists the allocations of a GPU when its memory runs out"),
     PrivateName("torch.mps._get_default_mps_generator", "save and restore the generator of Apple GPUs"),
     # -- autograd and modes -------------------------------------------------------------------------------------
     PrivateName("torch.autograd._get_sequence_nr", "which module made a node of the graph"),

@@ -49,7 +49,7 @@ class OverTraining:
 
     def __call__(self, step: int) -> float:
         """Raises UsageError: only a Trainer can use the schedule."""
-        raise UsageError("the schedule has no steps=, so it is no function of the step", "pass steps= to it")
+        raise UsageError("the schedule has no steps=, so its value depends on more than the step", "pass steps= to it")
 
 
 class OverTrainingLR(LambdaLR):

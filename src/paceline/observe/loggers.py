@@ -271,7 +271,7 @@ class LoggerFeed:
             message = f"nothing is logged to {self.name}: {error}"
             self._is_off = True
         elif self._reader is None or any(isinstance(cause, OSError) for cause in _causes(error)):
-            message = f"the logger {self.name} failed ({text}); training goes on, and it gets what it misses later"
+            message = f"the logger {self.name} failed ({text}); training goes on, and it gets the missing values later"
             self._pause = min(2 * self._pause or 1.0, LONGEST_PAUSE)
             self._due = time.monotonic() + self._pause
             self._reader = None  # what it may not have taken is read again

@@ -112,7 +112,7 @@ METRICS = (
         of=lambda s: {"": s.utilisation} if s.utilisation is not None else {},
     ),
     Metric(
-        *("paceline_gpu_busy", "1", "fraction of the last second or less in which the GPU of worker 0 computed"),
+        *("paceline_gpu_busy", "1", "fraction of the last second during which the GPU of worker 0 computed"),
         tag="gpu/busy",
         record=_known("gpu"),
     ),
