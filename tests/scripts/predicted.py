@@ -1,4 +1,4 @@
-"""A script whose plans are predicted before they run: an MLP, a GPT, a Llama of transformers, or a model with experts."""
+"""A script whose plans are predicted before they run: an MLP, a GPT, a Llama of transformers, or one with experts."""
 
 from __future__ import annotations
 
