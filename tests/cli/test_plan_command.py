@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from fake_ssh import install_ssh
 from launching import paceline
+from networks import hosts as hosts
 from safetensors.torch import load_file
+from warm import environment
 
 from paceline.base.journal import read_journal
+from paceline.launch.options import LaunchOptions
+from paceline.launch.plan import probe
+from paceline.planner.descriptions import ProbeRequest
 
 TRAIN = """
 import os, sys
@@ -91,6 +100,94 @@ def test_a_plan_beyond_the_memory_does_not_fit(folder):
     assert re.search(r"data=2 .* does not fit: \d+ MB too much", done.stdout)
 
 
+LARGE = """
+import re, sys, threading, time
+from basics import *
+
+def watch(most=0):
+    while True:
+        now = int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+        if now > most:
+            most = now
+            open(sys.argv[1], "w").write(str(most))
+        time.sleep(0.002)
+
+if sys.argv[1:]:
+    threading.Thread(target=watch, daemon=True).start()
+layers = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)])
+trainer = paceline.Trainer(
+    model=layers,
+    loss=lambda output, batch: output.square().mean(),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    global_batch=24,
+)
+for report in trainer.steps(TensorDataset(torch.ones(64, 1024, dtype=torch.float32)), count=40):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_plans_that_are_predicted_not_to_fit_are_not_tried(folder):
+    """Also not the script's own plan: the first trial is that of a plan that fits."""
+    (folder / "large.py").write_text(LARGE)
+    words = ("plan", "large.py", "--workers", "2", "--json")
+    everything = json.loads(run(*words, "--try", "0", folder=folder).stdout)["plans"]
+    needs = {one["plan"]: one["memory"] for one in everything}
+    limit = round(1.01 * needs["shard=2 zero=3"] / 0.85)  # the first trial must leave so much free
+    done = run(*words, "--try", "2", "--steps", "2", "--memory", str(limit), folder=folder)
+    tried = re.findall(r"steps with (.*) on \d workers? ", done.stderr)
+    assert tried
+    assert "the script's plan" not in tried
+    answer = json.loads(done.stdout)["plans"]
+    fitting = {one["plan"] for one in answer if one["fits"]}
+    assert "data=2" not in fitting
+    assert {one.removeprefix("the plan ").strip("'") for one in tried} <= fitting
+
+
+@pytest.mark.slow
+def test_a_model_is_probed_without_memory_for_all_of_it(folder):
+    """Its parameters take 50 MB. If a worker may take 100, one block after another is measured, and the same found."""
+    (folder / "large.py").write_text(LARGE)
+    models, peaks = [], []
+    for number, memory in enumerate((0.0, 1e8)):
+        peak = folder / f"peak-{number}"
+        options = LaunchOptions(str(folder / "large.py"), [str(peak)], environment=environment(), quiet=True)
+        request = ProbeRequest(2, memory=memory, measures_machine=False)
+        found = probe(folder / str(number), options, request)
+        models.append([(block.parameters, block.saved, block.passes) for block in found.model.blocks])
+        assert all(seconds > 0 for block in found.model.blocks for seconds in block.seconds.values())
+        peaks.append(int(peak.read_text()))
+    assert models[0] == models[1]
+    assert len(models[0]) == 12
+    assert peaks[0] - peaks[1] > 30e6
+
+
+@pytest.mark.slow
+def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
+    """Their replicas do not span hosts, and the slow link between these is measured."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    net = hosts(3)
+    for host in net.hosts[:2]:
+        host.cap(50)
+    path = f"{install_ssh(tmp_path, dict(zip('ab', net.hosts, strict=False)))}:{os.environ['PATH']}"
+    env = environment(PATH=path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    given = ("--env=OMP_NUM_THREADS=1", "--env=CUDA_VISIBLE_DEVICES=-1", f"--env=PYTHONPATH={env['PYTHONPATH']}")
+    words = ("plan", "--hosts", "a,b", *given, "--try", "1", "--steps", "2", "--allow", "lossy", "train.py")
+
+    def answer(*more: str) -> str:
+        command = net.hosts[2].command(sys.executable, "-m", "paceline", *words[:-1], *more, words[-1])
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    machine = json.loads(answer("--describe"))["machine"]
+    between = machine["links"][-1]
+    assert between["name"] == "between hosts"
+    assert 2e6 < between["bandwidth"] < 7e6
+    plans = json.loads(answer("--json"))
+    assert [one["plan"] for one in plans["plans"] if one["workers"] == 2 and one["tried"]]
+    assert all("shard" not in one["plan"] for one in plans["plans"])
+    assert plans["refused"]["data=1 shard=2 zero=1"] == "a replica of 2 workers would span hosts"
+
+
 @pytest.mark.slow
 def test_auto_trains_as_the_plan_that_it_chose(folder):
     """The weights are those of the plan without trials; a resumed run keeps it; the report says why."""
@@ -141,6 +238,11 @@ def test_auto_with_one_worker_needs_no_trial(folder):
         (
             ("plan", "train.py", "--memory", "much"),
             "paceline: 'much' is not a size in bytes; write a number and a unit, for example 500MB or 5GB",
+        ),
+        (
+            ("plan", "train.py", "--hosts", "a,b:2", "--workers", "2"),
+            "paceline: --workers 2 is another number than that of --hosts, which is 3; leave --workers out: HOST:N "
+            "sets the number of workers of a host",
         ),
         (
             ("run", "--plan", "auto", "--workers", "2", "--nodes", "auto", "train.py"),

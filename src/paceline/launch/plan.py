@@ -170,8 +170,8 @@ class Planning:
         """Tries the fastest plans that fit, and those that are about as fast as the best of them once more."""
         for _ in range(self._question.tries + MOST):
             fitting = [key for key, one in prospects.items() if one.fits and not one.is_refused]
-            best = sorted(fitting, key=lambda key: prospects[key].seconds)[: self._question.tries]
-            best += [key for key in (ALONE,) if key in prospects and prospects[key].fits]
+            best = sorted(fitting, key=lambda key: prospects[key].seconds if key != ALONE else math.inf)
+            best = best[: self._question.tries] + [key for key in (ALONE,) if key in fitting]
             untried = [key for key in best if prospects[key].trial is None]
             if not untried or self._passed > self._limit:
                 break

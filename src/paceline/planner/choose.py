@@ -26,6 +26,8 @@ from paceline.planner.memory import worker_memory
 from paceline.planner.step_time import step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
+STARTED = 64e6  # bytes that a process takes in its first steps besides tensors, before a trial has shown how many
+FLAT = 25 << 20  # bytes of the tensors in which parameters are sent and compared
 COMPARED = 3.0  # times the activations of a micro-batch that the comparison with the complete model takes
 
 
@@ -44,9 +46,19 @@ class Prospect:
     trial: TrialResult | None = None
 
     @property
+    def needs(self) -> float:
+        """Bytes of the process: as measured if the plan was tried, but for the comparison of a divided model, which is
+        left out where memory is too small.
+        """
+        if self.trial is None or not self.trial.peaks:
+            return self.memory
+        peak = float(max(self.trial.peaks))
+        return peak if self.plan.mesh(self.workers).unit == 1 else min(peak, self.memory)
+
+    @property
     def fits(self) -> bool:
         """Whether the process fits into the memory of a worker."""
-        return self.memory <= self.room * (1 - MARGIN)
+        return self.needs <= self.room * (1 - MARGIN)
 
     @property
     def is_refused(self) -> bool:
@@ -62,7 +74,7 @@ class Prospect:
     def limits(self) -> str:
         """What a step's time is spent on, the largest parts first; or why the plan does not fit."""
         if not self.fits:
-            return f"does not fit: {size_of(self.memory - self.room * (1 - MARGIN))} too much"
+            return f"does not fit: {size_of(self.needs - self.room * (1 - MARGIN))} too much"
         total = sum(self.parts.values()) or 1.0
         shares = sorted(((seconds / total, name) for name, seconds in self.parts.items()), reverse=True)
         return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share >= 0.02)
@@ -79,7 +91,7 @@ class Prospect:
     def row(self) -> tuple[str, ...]:
         """Returns this prospect's cells of the table."""
         tried = milliseconds(self.step_seconds) if self.trial is not None else ""
-        memory = f"{size_of(self.memory)} of {size_of(self.room)}"
+        memory = f"{size_of(self.needs)} of {size_of(self.room)}"
         sent = size_of(sum(self.sent.values())) if self.workers > 1 and self.sent else ""
         return self.name, milliseconds(self.seconds), tried, memory, sent, self.limits
 
@@ -117,11 +129,11 @@ class Predictor:
     ) -> None:
         self.model, self.machine, self._probed, self._history = model, machine, probed, history
         self._room = room or machine.memory
-        self._correction, self._floor = 1.0, float(probed.process)
+        self._correction, self._floor = 1.0, float(probed.process) + STARTED
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
-            self._floor = max(base.peaks) - self._tensors(plan, base.workers)
+            self._floor = max(base.peaks) - self._most(plan, base.workers)
 
     def corrected(self, base: TrialResult) -> Predictor:
         """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged, and
@@ -137,18 +149,23 @@ class Predictor:
         uncorrected = self._correction * taken.total
         correction = 1.0 if self._history is None else self._history.correction(plan, self.model)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
-        memory = self._floor + self._tensors(plan, workers) + self._servers(plan, workers)
-        # A first step compares a divided model with the complete one, unless there is too little memory for that.
-        memory += min(self._comparison(plan, workers), max(0.0, self._room * (1 - MARGIN) - memory))
+        memory = self._floor + self._most(plan, workers) + self._servers(plan, workers)
         sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
         return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, sent=sent)
 
     def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
         return self._probed.plans.get(str(plan), ())
 
-    def _tensors(self, plan: Plan, workers: int) -> float:
-        """Returns the bytes of all tensors of the worker that needs most."""
-        return worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan)).total
+    def _most(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes of all tensors, when there are most of them, of the worker that needs most."""
+        memory = worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan))
+        kept = memory.parameters + memory.gradients + memory.optimizer
+        # Weights and states are copied into flat tensors, to be compared between workers.
+        flats = 2 * min(FLAT, max(memory.parameters, memory.optimizer)) if workers > 1 else 0.0
+        most = max(memory.total, kept + flats)
+        # Before the first update, a divided model is compared with the complete one, unless memory is too small.
+        compared = self._comparison(plan, workers) - memory.optimizer
+        return most + max(0.0, min(memory.total + compared, self._room * (1 - MARGIN) - self._floor) - most)
 
     def _servers(self, plan: Plan, workers: int) -> float:
         """Returns the bytes of parameter servers, which share the memory of their workers' hosts: for each worker."""
@@ -247,7 +264,7 @@ class Answer:
 
 def ranked(prospects: Iterable[Prospect]) -> list[Prospect]:
     """Returns the plans that fit, the fastest first, and then the others, those that need least memory first."""
-    return sorted(prospects, key=lambda one: (not one.fits, one.step_seconds if one.fits else one.memory))
+    return sorted(prospects, key=lambda one: (not one.fits, one.step_seconds if one.fits else one.needs))
 
 
 def milliseconds(seconds: float) -> str:

@@ -21,14 +21,15 @@ from paceline.parallel.pipeline.partition import StagePartition
 from paceline.planner.block_probe import BlockFigures, BlockProbe, time_on
 from paceline.planner.descriptions import BlockDescription, LinkDescription, MachineDescription, ModelDescription
 from paceline.planner.division import Division
-from paceline.session.validation import room_of_worker
+from paceline.session.validation import memory_now, room_of_worker
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
 
 REPEATS = 3  # of each measurement; the fastest counts, as others disturb
 PATIENCE = 8.0  # seconds after which no larger micro-batches are measured
 SIZES = 1 << 14, 1 << 22  # elements of the sums from which latency and bandwidth follow
-WIDTH, COPIED = 1024, 1 << 24  # of the measured product, and elements of the measured copy
+WIDTH = 1024  # of the measured product
+COPIED = 1 << 20, 1 << 24  # elements of the measured copy, by the memory that is free
 _HEADS = "num_attention_heads", "num_heads", "n_head", "nhead", "heads"
 _KEY_VALUE_HEADS = "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"
 
@@ -140,23 +141,29 @@ def _attribute(model: nn.Module, names: tuple[str, ...]) -> int:
     return 0
 
 
-def describe_machine(device: torch.device, group: Group) -> MachineDescription:
-    """Measures the machine of a group, whose workers are on one host. Collective."""
+def describe_machine(device: torch.device, group: Group, memory: float) -> MachineDescription:
+    """Measures the machine of a group, whose workers are on one host. A worker may take `memory` bytes; if that is 0,
+    its part of what is free. Collective.
+    """
     matrix = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device)
-    long = torch.ones(COPIED, dtype=torch.float32, device=device)
+    room = min(group.gather_json(room_of_worker(device, group.size)))
+    free = max(0.0, (memory or room) - memory_now(device)) / 8  # which a tensor may take
+    copied = min(group.gather_json(max(COPIED[0], min(COPIED[1], 1 << int(free / 4).bit_length() - 1))))
+    long = torch.ones(copied, dtype=torch.float32, device=device)
     target = torch.empty_like(long)
     product = _fastest(lambda: torch.mm(matrix, matrix), device, group)
     copy = _fastest(lambda: target.copy_(long), device, group)
     links: tuple[LinkDescription, ...] = ()
     if group.size > 1:
-        small, large = (_fastest(lambda size=size: group.sum(long[:size]), device, group) for size in SIZES)  # type: ignore[misc]
+        sizes = SIZES[0], min(SIZES[1], copied)
+        small, large = (_fastest(lambda size=size: group.sum(long[:size]), device, group) for size in sizes)  # type: ignore[misc]
         hops = 2 * (group.size - 1)  # of a ring
-        bandwidth = hops / group.size * 4 * (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
+        bandwidth = hops / group.size * 4 * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
         links = (LinkDescription("between workers", 0, bandwidth, latency=small / hops),)
     return MachineDescription(
         device.type if device.type != "cuda" else torch.cuda.get_device_name(device),
         {"fp32": 2 * WIDTH**3 / product},
-        min(group.gather_json(room_of_worker(device, group.size))),
+        room,
         2 * long.nbytes / copy,
         links,
         exposed=1.0 if device.type == "cpu" else 0.2,  # on a CPU, sums take time from the cores that compute

@@ -60,7 +60,7 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
     group.declare("a probe of the machines", kind="figures")
     probe = ModelProbe(context, step, group)
     model = probe.describe()
-    machine = describe_machine(job.device, group) if request.measures_machine else None
+    machine = describe_machine(job.device, group, request.memory) if request.measures_machine else None
     script, division = Plan.parse(run.check.script_plan), probe.division()
     plans = [(Plan.parse(text).validate(workers), workers) for text in request.plans]
     if not plans:
