@@ -18,6 +18,7 @@ PAGES = [
     *["start/install", "start/first-script", "start/two-workers", "start/resume", "howto/spot-instances"],
     "howto/simulate-failures",
     "howto/continue-other-checkpoints",
+    "howto/configuration-files",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page

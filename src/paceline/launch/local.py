@@ -29,9 +29,10 @@ from paceline.base.environment import (
     trainjob_server,
     variable,
 )
-from paceline.base.journal import Journal
+from paceline.base.journal import Journal, replace_file
 from paceline.base.terminal import Terminal
 from paceline.base.text import plural
+from paceline.base.tracebacks import short
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
@@ -41,7 +42,7 @@ from paceline.launch.fork_server import Kept
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
-from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
 from paceline.launch.time_limit import limited, parse_time
@@ -148,6 +149,10 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         if options.chosen is not None:
             journal.write("decision", **asdict(options.chosen))
+        if options.config is not None:
+            from paceline.launch.run_config import effective_config  # not with every run
+
+            replace_file(folder / CONFIG_FILE, effective_config(options, str(short(folder))))
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from paceline.launch.fork_server import Kept
 
+CONFIG_FILE = "config.json"  # in the folder of a run with --config: its effective configuration
 # Options of a run that joining agents take over. Workers get them as PACELINE_PLAN and so on.
-GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")
+GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal", "config")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LaunchOptions:
       `patience`: seconds in which the run to join may begin.
     - `on_listening`: called with the coordinator's address once it listens. `again`: the command that continues this
       run, if it is not `paceline run`. `temporary`: the run folder is removed at the end, as for a rehearsal.
-    - `chosen`: what `auto` has chosen as the plan.
+    - `chosen`: what `auto` has chosen as the plan. `config`: the script's part of the configuration file, as JSON.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
     - `address`, `size`: our address and the number of workers at the start of the run; set by the agent.
     """
@@ -94,6 +95,7 @@ class LaunchOptions:
     separated: bool = False  # whether the arguments came after --
     temporary: bool = False
     chosen: ChosenPlan | None = None
+    config: str | None = None
     epoch: int = 1
     address: str = "127.0.0.1"
     size: int = 0
