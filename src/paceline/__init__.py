@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import paceline.lightning as lightning
     import paceline.optim as optim
     from paceline.base.batching import stream_seed as stream_seed
+    from paceline.base.script_config import config as config
     from paceline.checkpoint.export import load as load
     from paceline.compute.buffers import buffer as buffer
     from paceline.compute.lr_schedules import cosine as cosine
@@ -49,6 +50,7 @@ _HOMES = {
     "StepReport": "paceline.train.step",
     "Team": "paceline.team.team",
     "buffer": "paceline.compute.buffers",
+    "config": "paceline.base.script_config",
     "join": "paceline.team.team",
     "load": "paceline.checkpoint.export",
     "Plan": "paceline.plan",

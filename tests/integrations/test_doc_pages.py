@@ -25,6 +25,7 @@ PAGES = [
     ],
     "howto/simulate-failures",
     "howto/continue-other-checkpoints",
+    "howto/configuration-files",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page

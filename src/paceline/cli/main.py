@@ -108,7 +108,29 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
     return LaunchOptions(script=find_module(script) if module else script, module=name, **options)
 
 
-def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options: Any) -> int | str:
+def _configured(words: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The options of `paceline run`, with those of the file of `--config` under them, and the unknown words."""
+    from paceline.launch.run_config import RunConfig, script_part  # not with every run
+
+    if options["config"] is None:
+        raise UsageError("--set needs --config", "pass the configuration file that it changes")
+    file = RunConfig.read(options["config"])
+    try:
+        parsed, unknown = _parser("run").parse_known_args(["run", *file.words, *words[1:]])
+    except UsageError as error:
+        raise UsageError(f"{in_one_line(file.path)}: {error.what}", error.cure) from error
+    options = vars(parsed)
+    if options["script"] is None:
+        options |= {"script": file.script, "module": options["module"] or file.module}
+    if not options["arguments"] and file.arguments is not None:
+        options |= {"arguments": [*file.arguments], "separated": True}
+    part = script_part(file.with_settings(options["settings"]), file.path)
+    return options | {"config": part}, unknown
+
+
+def _run(
+    take_over: Path | None, raw: bool, max_restarts: int | None, settings: Sequence[str], **options: Any
+) -> int | str:
     if take_over is not None:
         if raw:
             raise refusal(*REFUSED["take_over"])
@@ -428,6 +450,19 @@ def _verifying(option: Callable[..., Any]) -> None:
     )
 
 
+def _reading(option: Callable[..., Any]) -> None:
+    """Adds the options of a run that is described in a file."""
+    option("--config", type=Path, metavar="FILE", help="options, script and its configuration, in YAML, TOML or JSON")
+    option(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change a value of the script's configuration in that file; repeatable",
+    )
+
+
 def _several_hosts(option: Callable[..., Any]) -> None:
     """Adds the options of a run that workers or hosts may join."""
     option(
@@ -741,6 +776,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     _several_hosts(option)
     _running(option, None, RAW_RESTARTS)
     option("--progress", choices=PROGRESS, help="show progress as lines, as a bar or not at all (default: by terminal)")
+    _reading(option)
     option("--shares", metavar="A,B,..", help="shares of unequal workers, like 3,1 (default: measured)")
     option("--against", metavar="RUN", help="finished run to compare the speed with in the report")
     _served(option)
@@ -848,6 +884,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             words[at : at + 2] = [f"--shares={words[at + 1]}"]
         parsed, unknown = _parser(next(iter(words), None)).parse_known_args(words)
         options = vars(parsed)
+        if words[0] == "run" and (options["config"] is not None or options["settings"]):
+            options, unknown = _configured(words, options)
         command, usage = options.pop("command"), options.pop("usage")
         if unknown and words[0] == "explain" and options["script"] is None and unknown[0][0] != "-":
             options["script"] = unknown.pop(0)  # argparse looks for it before the options alone
@@ -857,7 +895,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options["arguments"] = script_arguments
         elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
             del options["arguments"][0]
-        elif "--" not in words:
+        elif "--" not in words and "separated" not in options:
             _refuse_misplaced(usage(), **options)
         if "--" in words and options.get("arguments") and (words[0] == "run" or words[0].startswith("launch ")):
             options["separated"] = True  # argparse may have removed it

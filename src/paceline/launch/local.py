@@ -30,9 +30,10 @@ from paceline.base.environment import (
     trainjob_server,
     variable,
 )
-from paceline.base.journal import Journal
+from paceline.base.journal import Journal, replace_file
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
 from paceline.base.text import plural
+from paceline.base.tracebacks import short
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
@@ -42,7 +43,7 @@ from paceline.launch.fork_server import Kept
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
-from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
 from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
@@ -164,6 +165,10 @@ def _begin(
             journal.write("decision", **options.chosen.decision)
             if options.chosen.outlook is not None:
                 options.chosen.outlook.write(folder)
+        if options.config is not None:
+            from paceline.launch.run_config import effective_config  # not with every run
+
+            replace_file(folder / CONFIG_FILE, effective_config(options, str(short(folder))))
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)

@@ -12,9 +12,11 @@ from paceline.launch.fork_server import Kept
 if TYPE_CHECKING:
     from paceline.planner.outlook import Now, Outlook
 
+CONFIG_FILE = "config.json"  # in the folder of a run with --config: its effective configuration
 # Options of a run that joining agents take over. Workers get them as PACELINE_PLAN and so on.
 GIVEN = (
     "plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "log_to", "heal", "verify_steps",
+    "config",
 )  # fmt: skip
 
 
@@ -69,6 +71,7 @@ class LaunchOptions:
     - `on_listening`: called with the coordinator's address once it listens. `again`: the command that continues this
       run, if it is not `paceline run`. `temporary`: the run folder is removed at the end, as for a rehearsal.
     - `chosen`: what `auto` has chosen as the plan. `deadline`: the monotonic time at which `max_time` is over.
+      `config`: the script's part of the configuration file, as JSON.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
     - `address`, `size`: our address and the number of workers at the start of the run; set by the agent.
     """
@@ -120,6 +123,7 @@ class LaunchOptions:
     temporary: bool = False
     chosen: ChosenPlan | None = None
     deadline: float = math.inf
+    config: str | None = None
     epoch: int = 1
     address: str = "127.0.0.1"
     size: int = 0

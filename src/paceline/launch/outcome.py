@@ -18,7 +18,7 @@ from paceline.base.memory import advice
 from paceline.base.tracebacks import named, short
 from paceline.errors import UsageError
 from paceline.launch.failure import Failure, culprit, failure_block
-from paceline.launch.options import LaunchOptions
+from paceline.launch.options import CONFIG_FILE, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.workers import Worker
 from paceline.observe.report import write_report
@@ -234,6 +234,9 @@ class RunOutcome:
         if options.again is not None:
             return options.again
         join = None if self.took_over else options.join
+        if options.config is not None and not join:
+            steps = ["--steps", str(options.max_steps)] if done < (options.max_steps or 0) else []
+            return command_line(["paceline", "run", "--config", str(short(self._folder / CONFIG_FILE)), *steps])
         given = {
             "--join": join,
             "--token-file": options.token_file if join else None,

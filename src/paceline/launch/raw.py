@@ -29,6 +29,8 @@ USED = {
     "--notify": "command for failures, hangs and the end",
     "--debug": "gives one worker the terminal",
     "--raw": "itself",
+    "--config": "options, script, arguments, and what paceline.config() returns",
+    "--set": "changes of what paceline.config() returns",
 }
 REFUSED = {
     "plan": ("--plan", "a plan is for the Trainer", "leave it out: the script itself decides how the work is spread"),

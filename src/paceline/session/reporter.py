@@ -14,6 +14,7 @@ from paceline.base.console import say
 from paceline.base.environment import doubt_threads
 from paceline.base.journal import Journal, plain
 from paceline.base.logger_names import LoggerName, parse_loggers
+from paceline.base.script_config import config, flat
 from paceline.base.terminal import Terminal
 from paceline.base.time_accounting import process_began
 from paceline.comm.torch_private import untested
@@ -126,6 +127,8 @@ class Reporter:
         )
         if self.main and self.folder is not None:
             self.journal.write("environment", packages=packages(), **code(self.folder))
+        if values := flat(config()):  # for the report, `paceline compare` and loggers
+            self.journal.write("config", trainer=0, values=values)
 
     def close_account(self) -> None:
         """Journals what the team spent its time on."""

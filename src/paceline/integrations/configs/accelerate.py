@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.base.config_file import read_config
 from paceline.errors import FormatError
 from paceline.integrations.configs.accelerate_fields import ACCELERATE
 from paceline.integrations.configs.conversion import (
@@ -16,7 +17,6 @@ from paceline.integrations.configs.conversion import (
     leaves,
 )
 from paceline.integrations.configs.deepspeed import REPLACED, convert_deepspeed
-from paceline.integrations.configs.reading import read_config
 from paceline.integrations.configs.training_arguments import DEFAULTS
 
 # Sections, the prefix of their fields, and the kinds of distribution that read them.
