@@ -373,7 +373,8 @@ class Failing:
         (
             TimeoutError("no answer"),
             [1, 2, 3, 4],
-            "the logger Failing failed (TimeoutError: no answer); training goes on, and it gets the missing values later",
+            "the logger Failing failed (TimeoutError: no answer); "
+            "training goes on, and it gets the missing values later",
         ),
     ],
 )
