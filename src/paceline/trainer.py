@@ -36,6 +36,7 @@ from paceline.compute.state_dict import copies_in_pieces, frozen, hidden_in, mod
 from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Source
+from paceline.data.row_stream import Position
 from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate.evaluate import EvalPass, LossMean, evaluate
 from paceline.evaluate.predict import predicted
@@ -96,6 +97,7 @@ from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
 if TYPE_CHECKING:
     from paceline.planner.requests import RequestedAnswer
 
+_END = "the end of the iterable dataset of steps()"
 _FUSED = "fused= was not set, and torch supports it on this device"
 
 
@@ -586,24 +588,29 @@ class Trainer(TrainerLogging):
             return
         run.begin_training(self._number, loop=True)
         source = phase.source(source)
-        if source.rows is None and phase.done:
+        position = Position.of(phase.stream, phase.done)
+        if source.rows is None and phase.done and position is None:
             self._reporter.say(
                 f"skipping the first {phase.done} global batches: an iterable dataset must be read from its start"
             )
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, run.team.world.tell, watched=True)
+        feed = Feed(source, grid, span, run.team.world.tell, watched=True, position=position)
         self._context.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._strategy.lockstep)
         each = 0 if source.rows is None else grid.batches(source.rows)  # steps of an epoch of this loop
-        batches = LoopBatches(
-            feed, phase, alike, run.team, self._reporter.say, looks_ahead=self.plan.quorum is not None
-        )
+        ahead, lockstep = self.plan.quorum is not None, self._strategy.lockstep
+        one_reader = lockstep and not run.team.world.verify_steps  # which load the shares of other workers, too
+        batches = LoopBatches(feed, phase, alike, run.team, self._reporter.say, ahead, one_reader)
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(batches)
                 if report is None:
-                    run.between()
+                    if source.rows is None and lockstep:  # it may be longer on other hosts
+                        self._together(_END)
+                    else:
+                        run.between()
                     break
+                phase.stream = batches.position
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
                 if each and phase.done // each > (phase.done - report.turn) // each:
                     report = replace(report, epoch_end=True)
@@ -621,8 +628,8 @@ class Trainer(TrainerLogging):
                 if self._stopped:
                     break
             else:
-                if source.rows is None and self._strategy.lockstep:  # it may be longer on other workers
-                    self._together("the end of the iterable dataset of steps()")
+                if source.rows is None and lockstep:
+                    self._together(_END)
             outermost = run.script.loops[0] is phase
         if self._answer is not None:
             self._answer.after_loop()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from mixed import wait_for_teams
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import paceline
 
@@ -23,11 +24,49 @@ ROWS, BATCH, EPOCHS, SEED = 50, 12, 3, 3
 
 
 class Kind(NamedTuple):
-    """How a dataset of the numbers 0, 1, 2, ... is written to a folder and opened, and the number of a row."""
+    """How a dataset of the numbers 0, 1, 2, ... is written to a folder and opened, and the number of a row.
+
+    The rows of an iterable come in any order, which depends on the epoch alone.
+    """
 
     write: Callable[[Path], None]
     open: Callable[[Path], Any]
     number: Callable[[Any], int]
+    is_iterable: bool = False
+
+
+class Drawn(IterableDataset[int]):
+    """The numbers in an order that is drawn from torch's generator: without a state, so that a resumed run reads again."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(ROWS).tolist())
+
+
+def write_parquet(folder: Path) -> None:
+    import datasets
+
+    for part in range(4):
+        numbers = range(ROWS)[part * 15 : part * 15 + 15]
+        datasets.Dataset.from_dict({"number": [*numbers]}).to_parquet(folder / f"{part}.parquet")
+
+
+def streamed(folder: Path) -> Any:
+    import datasets
+
+    files = sorted(map(str, folder.glob("*.parquet")))
+    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+
+
+def write_hugging_face(folder: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"number": [*range(ROWS)]}).save_to_disk(folder, num_shards=3)
+
+
+def open_hugging_face(folder: Path) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(folder).with_format("torch")
 
 
 def write_lines(folder: Path) -> None:
@@ -64,6 +103,15 @@ def write_by_library(name: str) -> Callable[[Path], None]:
 
 
 KINDS = {
+    "drawn": Kind(lambda folder: None, lambda folder: Drawn(), int, True),
+    "hugging face": Kind(write_hugging_face, open_hugging_face, lambda row: int(row["number"])),
+    "hugging face streaming": Kind(write_parquet, streamed, lambda row: row["number"], True),
+    "hugging face shuffled": Kind(
+        write_parquet,
+        lambda folder: paceline.data.Stream(lambda: streamed(folder).shuffle(seed=5, buffer_size=16)),
+        lambda row: row["number"],
+        True,
+    ),
     "images": Kind(
         write_images, lambda folder: paceline.data.ImageFolder(folder, images="l8"), lambda row: int(row[0][0, 0])
     ),

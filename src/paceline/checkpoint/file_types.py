@@ -56,6 +56,7 @@ class SavedPhase(TypedDict):
     first_epoch: Size
     begun: Size
     inside: NotRequired[dict[str, Any]]
+    stream: NotRequired[dict[str, Any] | None]
 
 
 class SavedGroup(TypedDict):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.data.packing import PackedDocuments as PackedDocuments
     from paceline.data.packing import document_mask as document_mask
     from paceline.data.parquet import ParquetRows as ParquetRows
+    from paceline.data.row_stream import Stream as Stream
     from paceline.data.sampling import ClassBalancedOrder as ClassBalancedOrder
     from paceline.data.sampling import WeightedOrder as WeightedOrder
     from paceline.data.tokens import Tokens as Tokens
@@ -30,6 +31,7 @@ _MODULES = {
     "Mix": "mixing",
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
+    "Stream": "row_stream",
     "Tokens": "tokens",
     "WebDatasetRows": "webdataset",
     "WeightedOrder": "sampling",
@@ -45,6 +47,7 @@ __all__ = [
     "Mix",
     "PackedDocuments",
     "ParquetRows",
+    "Stream",
     "Tokens",
     "WebDatasetRows",
     "WeightedOrder",

@@ -128,6 +128,7 @@ class LoopState:
     stopped: bool = False
     first_epoch: int = 0  # epochs go on from loop to loop, or each would see the rows in the same order
     begun: int = 0  # epochs that this phase has begun
+    stream: dict[str, Any] | None = None  # the place in an iterable dataset, see `data.row_stream.Position`
     inside: dict[int, int] = field(default_factory=dict)
     outer: LoopState | None = None  # the loop in whose body this one was made
     site: str = ""  # the user's line, until it is gone through
