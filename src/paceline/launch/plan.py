@@ -97,7 +97,9 @@ class Planning:
             self._try(prospects)
             self._drop_refused(prospects, refused)
             self._remember(prospects, base, model)
-        return Answer(model, machine, ranked(prospects.values()), refused, self._passed, self._history.error())
+        first = None if base is None else Plan.parse(base.plan)
+        took, error = self._passed, self._history.error()
+        return Answer(model, machine, ranked(prospects.values()), refused, took, error, first)
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
         question = self._question

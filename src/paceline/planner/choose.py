@@ -193,6 +193,7 @@ class Answer:
     refused: dict[str, str]
     took: float  # seconds of all trials
     error: tuple[int, float] | None = None  # of the newest predictions: how many, and their median relative error
+    first: Plan | None = None  # that of the first trial, by which the predictions of others are corrected
 
     @property
     def best(self) -> Prospect | None:
@@ -245,8 +246,13 @@ class Answer:
 
     def as_data(self) -> dict[str, Any]:
         """Returns all plans as JSON data, the best one first."""
-        plans = [one.as_data() for one in self.prospects]
-        return {"best": None if self.best is None else self.best.as_data(), "plans": plans, "refused": self.refused}
+        best, first = self.best, self.first
+        return {
+            "best": None if best is None else best.as_data(),
+            "first": None if first is None else words_of(first),
+            "plans": [one.as_data() for one in self.prospects],
+            "refused": self.refused,
+        }
 
     def table(self, shown: int) -> str:
         """Returns the plans as a table, with at most `shown` of those that were not tried."""
