@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class Drawn(IterableDataset[int]):
-    """The numbers in an order that is drawn from torch's generator: without a state, so that a resumed run reads again."""
+    """The numbers in an order drawn from torch's generator; without a state, so that a resumed run reads again."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(ROWS).tolist())
