@@ -149,6 +149,7 @@ INSIDE = "python", "cwd", "setup", "env", "engine"  # options that say how progr
 FAR = (
     *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
+    *("labels", "annotations", "node_selector", "tolerations", "queue", "pull_secrets", "volumes", "priority_class"),
     *("workers_per_host", "listen", "dry_run", *INSIDE),
 )
 
@@ -592,7 +593,25 @@ def _launching_clusters(add: Callable[..., Any], does: str) -> None:
     option("--cpus", metavar="Q", help="cores per host, like 8 or 500m (default: one per worker)")
     option("--memory", metavar="Q", help="memory per host, like 16Gi (default: no limit)")
     option("--detach", action="store_true", help="create the Job and do not follow it")
+    _pods(option)
     _far(option, "kubectl")
+
+
+def _pods(option: Callable[..., Any]) -> None:
+    """Adds what users add to the objects and pods of a run."""
+    many: dict[str, Any] = {"action": "append", "default": []}
+    option("--label", dest="labels", metavar="NAME=VALUE", help="label of the Job and its pods; repeatable", **many)
+    text = "annotation of the Job and its pods; repeatable"
+    option("--annotation", dest="annotations", metavar="NAME=VALUE", help=text, **many)
+    option("--queue", metavar="KIND:NAME", help="queue of the Job: kueue:NAME, volcano:NAME or kai:NAME")
+    option("--node-selector", metavar="NAME=VALUE", help="label of the nodes to use; repeatable", **many)
+    text = "taint of nodes that the pods tolerate, like nvidia.com/gpu:NoSchedule; repeatable"
+    option("--toleration", dest="tolerations", metavar="TAINT", help=text, **many)
+    option("--priority-class", metavar="NAME", help="PriorityClass of the pods")
+    text = "Secret with which the image is pulled; repeatable"
+    option("--pull-secret", dest="pull_secrets", metavar="NAME", help=text, **many)
+    text = "another volume, like pvc:data:/data:ro, hostPath:/a:/a, emptyDir:10Gi:/cache; repeatable"
+    option("--volume", dest="volumes", metavar="KIND:SOURCE:PATH[:ro]", help=text, **many)
 
 
 def _waiting(option: Callable[..., Any], engine: str) -> None:

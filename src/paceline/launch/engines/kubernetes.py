@@ -32,6 +32,7 @@ from paceline.launch.engines.manifests import (
     INDEX,
     LABEL,
     PASSING,
+    PATHS,
     RUNS,
     SCRIPTS,
     TOKEN,
@@ -40,6 +41,7 @@ from paceline.launch.engines.manifests import (
     manifests,
     run_name,
 )
+from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import signals
 from paceline.team.coordinator import STOPPED
 
@@ -108,7 +110,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
             create(kubectl, manifest)
             if not number:
                 made.callback(follower.remove)
-        possess(kubectl, owner, others, prerequisites)
+        possess(kubectl, owner, others, prerequisites, bool(job.options.waits_for))
         say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
@@ -158,6 +160,7 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         resources={"requests": {"cpu": given["cpus"] or str(workers), **limits}, "limits": limits},
         restarts=options["max_restarts"],
         again=again,
+        options=PodOptions.parse(given, [*PATHS.values()]),
     )
 
 
@@ -186,10 +189,10 @@ def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
 
 
 def possess(
-    kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], prerequisites: Sequence[Manifest] = ()
+    kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], prerequisites: Sequence[Manifest], queued: bool
 ) -> None:
     """Creates `others` as objects that the Job owns, and makes it the owner of `prerequisites`, which exist: Kubernetes
-    deletes all of them with the Job. Then the Job begins.
+    deletes all of them with the Job. Then the Job begins, unless it is `queued`: then the queue lets it begin.
     """
     kind, name = str(job["kind"]).lower(), job["metadata"]["name"]
     made = kubectl("get", kind, name, "--output=jsonpath={.metadata.uid}")
@@ -197,11 +200,12 @@ def possess(
     for other in others:
         other["metadata"]["ownerReferences"] = owners
     create(kubectl, {"apiVersion": "v1", "kind": "List", "items": others})
-    held = {"metadata": {"ownerReferences": owners}}
-    for manifest, change in [
-        *((prerequisite, held) for prerequisite in prerequisites),
-        (job, {"spec": {"suspend": False}}),
-    ]:
+    changes: list[tuple[Manifest, Manifest]] = [
+        (one, {"metadata": {"ownerReferences": owners}}) for one in prerequisites
+    ]
+    if not queued:
+        changes.append((job, {"spec": {"suspend": False}}))
+    for manifest, change in changes:
         which = str(manifest["kind"]).lower(), manifest["metadata"]["name"]
         _checked(kubectl("patch", *which, "--type=merge", "--patch", json.dumps(change)))
 
@@ -307,6 +311,9 @@ class Follower:
             if not jobs:
                 say(f"the job {self._job.name} was deleted")
                 return self._asked
+            if jobs[0]["spec"].get("suspend") and not pods and self._job.options.waits_for:
+                self._tell(f"waiting for the queue {self._job.options.waits_for} to admit the job")
+                continue
             self._look_for_missing(int(jobs[0]["spec"]["parallelism"]))
             verdict = self._verdict(jobs[0], pods)
             if verdict is not None:

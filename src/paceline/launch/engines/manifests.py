@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.schema import read_file
+from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import PORT
 from paceline.team.coordinator import STOPPED
 
@@ -24,6 +25,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"  # annotation with the number
 CONTAINER = HOSTS = "node"  # name of a JobSet's Job and of its container, which Kubeflow Trainer and its tools expect
 TRAINER = "trainer.kubeflow.org"
 RUNS, TOKEN, SCRIPTS = "/mnt/run", "/mnt/paceline", "/mnt/script"  # paths in the container
+PATHS = {"run": RUNS, "token": TOKEN, "memory": "/dev/shm", "script": SCRIPTS}  # by the name of the volume
 USER = 1000
 GRACE = 120  # seconds for a checkpoint, the same as before a time limit of Slurm
 KEPT = 86_400  # seconds that an ended Job is kept if no launcher follows it
@@ -39,7 +41,7 @@ class PodJob:
     the folder `cwd`, after the shell lines of `setup`. `script` is a local file that is sent along; `values` are
     environment variables for the workers; `again` is the command that continues the run. The run folder is on the
     volume of `claim`, if that is given. `resources` are those of a container. `shape`: a plain Job, or the Job of a
-    JobSet or of a TrainJob.
+    JobSet or of a TrainJob. `options` are what the user adds to the Job and its pods.
     """
 
     name: str
@@ -57,6 +59,7 @@ class PodJob:
     restarts: int = 10
     again: str = ""
     shape: str = "job"
+    options: PodOptions = field(default_factory=PodOptions)
 
     @property
     def job(self) -> str:
@@ -79,7 +82,18 @@ def manifests(job: PodJob, shown: bool = False) -> list[Manifest]:
         "jobset": lambda: [_set(job)],
         "trainjob": lambda: [_runtime(job), _train(job)],
     }
-    return [*supporting, _policy(job), *shapes[job.shape]()]
+    made = [*supporting, _policy(job), *shapes[job.shape]()]
+    _mark(made[-1], job.options)
+    return made
+
+
+def _mark(owner: Manifest, options: PodOptions) -> None:
+    """Gives the object that owns the others the user's labels and annotations, and lets it wait for its queue."""
+    owner["metadata"]["labels"] |= {**options.labels, **options.owner_labels}
+    if options.annotations:
+        owner["metadata"]["annotations"] = dict(options.annotations)
+    if options.waits_for:
+        owner["spec"]["suspend"] = True
 
 
 def literal(text: str) -> str:
@@ -147,10 +161,9 @@ def _job(job: PodJob) -> Manifest:
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "ttlSecondsAfterFinished": KEPT,
     }
-    labels = {LABEL: job.name, "app.kubernetes.io/managed-by": "paceline"}
-    return _thing(
-        job, "Job", "batch/v1", spec={**spec, "template": {"metadata": {"labels": labels}, "spec": _pod(job)}}
-    )
+    about: Manifest = {"labels": {LABEL: job.name, "app.kubernetes.io/managed-by": "paceline", **job.options.labels}}
+    about |= {"annotations": dict(job.options.annotations)} if job.options.annotations else {}
+    return _thing(job, "Job", "batch/v1", spec={**spec, "template": {"metadata": about, "spec": _pod(job)}})
 
 
 def _set(job: PodJob) -> Manifest:
@@ -210,15 +223,15 @@ def _pod(job: PodJob) -> Manifest:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(job)],
-        "volumes": volumes,
+        "volumes": [*volumes, *map(dict, job.options.volumes)],
+        **job.options.spec,
     }
 
 
 def _container(job: PodJob) -> Manifest:
-    places = {"run": RUNS, "token": TOKEN, "memory": "/dev/shm", "script": SCRIPTS}
     mounts = [
         {"name": name, "mountPath": path, **({"readOnly": True} if name in ("token", "script") else {})}
-        for name, path in places.items()
+        for name, path in PATHS.items()
         if name != "script" or job.script is not None
     ]
     before = ["sh", "-c", f'{job.setup}\nexec "$@"', "sh"] if job.setup else []
@@ -238,6 +251,6 @@ def _container(job: PodJob) -> Manifest:
             ),
         ],
         "resources": {kind: dict(amounts) for kind, amounts in job.resources.items()},
-        "volumeMounts": mounts,
+        "volumeMounts": [*mounts, *map(dict, job.options.mounts)],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
