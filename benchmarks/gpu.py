@@ -12,10 +12,13 @@ plain     torch.compile(model), torch.autocast(bfloat16), rows copied ahead from
 ddp       the same in DistributedDataParallel, over NCCL
 trainer   `paceline run --plan "precision=bf16 compile"`
 
-The first part is of one GPU, the second, without the plain loop, of all GPUs of the machine; where there is one, it is
-skipped, which is said. `--batch` is the rows of a worker, unless it is said what the memory holds of all sides
-together. A part that fails is tried once more with half of that. After `--minutes` in all whatever is under way is
-ended, and the record has what was measured until then; the exit code is 1 unless all parts were.
+The first part is of one GPU, the last, without the plain loop, of all GPUs of the machine; where there is one, it is
+skipped, which is said. The part between them, `fp8`, is of one GPU: the plain loop converts the blocks' linear layers
+with torchao, and the plan is "precision=fp8 compile". It fails if the plan takes 2 % longer than that, and is skipped
+where the GPU or the installation lacks 8-bit products. `--batch` is the rows of a worker, unless it is said what the
+memory holds of all sides together. A part that fails is tried once more with half of that. After `--minutes` in all
+whatever is under way is ended, and the record has what was measured until then; the exit code is 1 unless all parts
+were.
 
 A token takes 6 N + 12 L W T operations for N parameters, L layers of width W and sequences of T tokens (PaLM, arXiv
 2204.02311, appendix B); the utilisation is what that makes a second beside the dense bfloat16 peak that the GPU's maker
@@ -35,6 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,7 @@ import paceline
 
 ROOT = Path(__file__).resolve().parents[1]
 AGREE, EACH, MOST = 0.01, 5, 32  # losses, steps of a turn, rows of a worker
+LONGER = 1.02  # of the time of torchao by hand
 PEAKS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12}  # NVIDIA's data sheets: operations a second
 
 
@@ -72,6 +77,12 @@ def rows(sizes: argparse.Namespace, steps: int) -> TensorDataset:
     return TensorDataset(torch.randint(0, sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0)))
 
 
+def in_8_bits(net: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(net.blocks, config=Float8LinearConfig(pad_inner_dim=True))
+
+
 def by_hand(sizes: argparse.Namespace, side: str, steps: int) -> Iterator[float]:
     """The loop as people write it."""
     rank, width = int(os.environ["RANK"]), sizes.batch * sizes.workers
@@ -79,6 +90,8 @@ def by_hand(sizes: argparse.Namespace, side: str, steps: int) -> Iterator[float]
     if not sizes.cpu:
         torch.cuda.set_device(device)
     net = model(sizes).to(device)
+    if sizes.fp8:
+        in_8_bits(net)
     update = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     if side == "ddp":
         dist.init_process_group("gloo" if sizes.cpu else "nccl")
@@ -105,7 +118,7 @@ def ours(sizes: argparse.Namespace, steps: int) -> Iterator[float]:
         loss=loss_of,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4),
         global_batch=sizes.batch * sizes.workers,
-        plan=f"precision=bf16 micro={sizes.batch}{'' if sizes.eager else ' compile'}",
+        plan=f"precision={'fp8' if sizes.fp8 else 'bf16'} micro={sizes.batch}{'' if sizes.eager else ' compile'}",
     )
     for report in trainer.steps(rows(sizes, steps), count=steps, order=lambda position, size, seed, epoch: position):
         yield report.loss
@@ -124,7 +137,7 @@ def start(options: argparse.Namespace, folder: str, side: str, address: str) -> 
     """The workers of a side, with the options of this process."""
     said = {name: getattr(options, name) for name in ("layers", "width", "length", "vocabulary", "rounds", "batch")}
     arguments = [f"--{name}={value}" for name, value in {**said, "workers": options.workers}.items()]
-    arguments += [f"--{name}" for name in ("cpu", "eager") if getattr(options, name)]
+    arguments += [f"--{name}" for name in ("cpu", "eager", "fp8") if getattr(options, name)]
     script = [str(Path(__file__).resolve()), "--worker", side, address, folder, *arguments]
     if side != "trainer":
         return launch(script, os.environ, workers=options.workers)
@@ -173,6 +186,8 @@ def measure(options: argparse.Namespace, sides: tuple[str, ...], name: str) -> d
     print(f"  losses {apart:.1e} apart at most", flush=True)
     if not apart <= AGREE:
         raise RuntimeError(f"losses are {apart:.1e} apart, so it is not the same training")
+    if options.fp8 and (ratio := 1 / found["plain/trainer"]["ratio"]) > LONGER:
+        raise RuntimeError(f"the plan takes {ratio:.3f} times as long as torchao by hand")
     return found
 
 
@@ -220,7 +235,8 @@ def part(options: argparse.Namespace, name: str, device: str) -> dict[str, objec
     if name == "tests":
         return gpu_tests()
     several = name == "several"
-    sides = ("ddp", "trainer") if several else ("plain", "ddp", "trainer")
+    options.fp8 = name == "fp8"
+    sides = ("ddp", "trainer") if several else ("plain", "trainer") if options.fp8 else ("plain", "ddp", "trainer")
     options.workers = count_of(options) if several else 1
     options.batch = options.said or fitting(options, len(sides))
     try:
@@ -231,6 +247,13 @@ def part(options: argparse.Namespace, name: str, device: str) -> dict[str, objec
         print(f"  {error or 'a worker ended'}: once more with half of the rows", flush=True)
         options.batch //= 2
         return measure(options, sides, device)
+
+
+def lacks_8_bits(options: argparse.Namespace) -> str:
+    """Why linear layers cannot compute in 8 bits here, or an empty text."""
+    if options.cpu or torch.cuda.get_device_capability() < (8, 9):
+        return "this device has no products of 8-bit matrices"
+    return "" if find_spec("torchao") else "torchao is not installed"
 
 
 def count_of(options: argparse.Namespace) -> int:
@@ -253,6 +276,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--worker", nargs=3, metavar=("SIDE", "ADDRESS", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--fp8", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.batch = options.said or 1
     return options
@@ -276,7 +300,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     signal.signal(signal.SIGALRM, out_of_time)
     ends = time.monotonic() + 60 * options.minutes
-    names = [*["tests"] * options.tests, "one", *["several"] * (count_of(options) > 1)]
+    lacking = lacks_8_bits(options)
+    names = [*["tests"] * options.tests, "one", *["fp8"] * (not lacking), *["several"] * (count_of(options) > 1)]
     for name in names:
         print(f"{name} of {', '.join(names)}, {max(0.0, ends - time.monotonic()):.0f} s are left:", flush=True)
         signal.setitimer(signal.ITIMER_REAL, max(0.1, ends - time.monotonic()))
@@ -289,6 +314,8 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if options.record:  # whatever happens to what follows
             record(options.record, device=device, cuda=torch.version.cuda, results=found)
+    if lacking:
+        print(f"skipped: {lacking}, so nothing is measured in 8 bits")
     if "several" not in names:
         print("skipped: there is one GPU, so nothing goes over NCCL between several")
     if failed := [name for name in names if "failed" in found[name]]:

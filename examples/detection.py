@@ -159,12 +159,11 @@ if __name__ == "__main__":
         loss=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01),
         global_batch=BATCH,
-        schedule=paceline.cosine(EPOCHS * -(-len(training) // BATCH), warmup=20),
+        schedule=paceline.cosine(warmup=20),
     )
     trainer.keep_best("map")
-    per_epoch = -(-len(training) // BATCH)
     for report in trainer.steps(training, epochs=EPOCHS):
-        if report.every(4 * per_epoch):
+        if report.epoch_end and report.epoch % 4 == 3:
             trainer.evaluate(held_out, AveragePrecision())
 
     result = trainer.evaluate(held_out, AveragePrecision())

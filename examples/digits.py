@@ -46,16 +46,15 @@ def accuracy(output, batch):
 
 
 training, held_out = digits()
-per_epoch = -(-len(training) // BATCH)
 trainer = paceline.Trainer(
     model=net,
     loss=lambda output, batch: F.cross_entropy(output, batch[1]),
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01),
     global_batch=BATCH,
-    schedule=lambda step: 1 - step / (EPOCHS * per_epoch),
+    schedule=paceline.linear(),
 )
 for report in trainer.steps(training, epochs=EPOCHS):
-    if report.step % per_epoch == 0:
+    if report.epoch_end:
         trainer.log(**trainer.evaluate(held_out, accuracy))
 
 result = trainer.evaluate(held_out, accuracy)

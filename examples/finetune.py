@@ -55,7 +55,7 @@ def collate(rows):
 
 def model():
     if len(sys.argv) > 1:
-        return AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=2, pad_token_id=0)
+        return AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=2, pad_token_id=0).train()
     return AutoModelForSequenceClassification.from_config(SMALL)
 
 

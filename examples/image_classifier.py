@@ -70,18 +70,11 @@ def train():
         global_batch=96,
     )
     trainer.keep_best("accuracy")
-    trainer.state.update(best=0.0, waited=0)  # a checkpoint holds trainer.state: a resumed run waits no longer
-    per_epoch = -(-len(training) // 96)
+    trainer.early_stop("accuracy", patience=PATIENCE, mode="max")
     for report in trainer.steps(training, epochs=EPOCHS):
-        if report.step % per_epoch:
-            continue
-        found = trainer.evaluate(held_out, accuracy)["accuracy"]
-        improved = found > trainer.state["best"]
-        trainer.state["best"] = max(found, trainer.state["best"])
-        trainer.state["waited"] = 0 if improved else trainer.state["waited"] + 1
-        if trainer.state["waited"] == PATIENCE:  # the same on all workers, as evaluate() returns the same to all
-            trainer.stop()
-    print(f"best accuracy {trainer.state['best']:.2%}, last epoch {report.epoch + 1} of {EPOCHS}")
+        if report.epoch_end:
+            trainer.evaluate(held_out, accuracy)
+    print(f"best accuracy {trainer.best.value:.2%}, last epoch {trainer.epoch + 1} of {EPOCHS}")
 
 
 def classify(file):

@@ -81,7 +81,7 @@ def train(model, rows, steps, rate):
 
 
 def base():
-    """The base model. For a real one: AutoModelForCausalLM.from_pretrained("...", use_cache=False)."""
+    """The base model. For a real one: AutoModelForCausalLM.from_pretrained("...", use_cache=False).train()."""
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(load_file("base.safetensors"))
     return model

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -198,6 +198,13 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
     """The test is a script of its own, with a run folder: checkpoints are written as at home."""
+    with running(tmp_path / "run", monkeypatch, request.node.get_closest_marker("gpu") is not None) as run:
+        yield run
+
+
+@contextmanager
+def running(folder: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool = False) -> Iterator[Run]:
+    """This process is the only worker of a run with this folder."""
     import torch
 
     from paceline.base.environment import World
@@ -205,9 +212,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     from paceline.team.team import Team
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)}
-    if not request.node.get_closest_marker("gpu"):
+    if not gpu:
         monkeypatch.setattr("paceline.trainer.device_of", lambda rank: torch.device("cpu"))
-    run = Run(Team(World(run_dir=str(tmp_path / "run"))))
+    run = Run(Team(World(run_dir=str(folder))))
     monkeypatch.setattr(Run, "_current", run)
     torch.set_num_threads(1)
     yield run

@@ -282,14 +282,25 @@ def layouts_that_import_layouts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{line}: imports {target}"
 
 
+def weights_only_loads(tree: ast.AST) -> set[int]:
+    """The nodes of calls of torch's weights-only loader, which runs no code."""
+    calls = [node for node in walk(tree) if isinstance(node, ast.Call) and dotted(node.func) == "torch.load"]
+    pairs = [(call, word) for call in calls for word in call.keywords if word.arg == "weights_only"]
+    safe = [(call, word) for call, word in pairs if isinstance(word.value, ast.Constant) and word.value.value is True]
+    return {id(node) for call, word in safe for node in (call.func, word)}
+
+
 def unpickling(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
+        safe = weights_only_loads(tree)
         for node in walk(tree) if name != "paceline.launch.function" else ():  # a function that its caller sends
             used: list[str] = []
+            if id(node) in safe:
+                continue
             if isinstance(node, ast.Import):
                 used = [item.name for item in node.names if item.name.split(".")[0] in UNPICKLERS]
             elif isinstance(node, ast.ImportFrom):
-                whole = [f"{node.module}.{item.name}" for item in node.names]
+                whole = [f"{node.module}.{item.name}" for item in node.names if item.name != "UnpicklingError"]
                 used = [text for text in whole if text.split(".")[0] in UNPICKLERS or text in UNPICKLING_CALLS]
                 used += [text for text in whole if text.split(".")[-1] in OBJECT_COLLECTIVES]
             elif isinstance(node, ast.Attribute):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import paceline.lightning as lightning
     import paceline.optim as optim
     from paceline.base.batching import stream_seed as stream_seed
+    from paceline.base.script_config import config as config
     from paceline.checkpoint.export import load as load
     from paceline.compute.buffers import buffer as buffer
     from paceline.compute.lr_schedules import cosine as cosine
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
     from paceline.launch.function import launch as launch
-    from paceline.observe.loggers import TensorBoard as TensorBoard
     from paceline.observe.media import Histogram as Histogram
     from paceline.observe.media import Image as Image
+    from paceline.observe.trackers.tensorboard_files import TensorBoard as TensorBoard
     from paceline.plan import Plan as Plan
     from paceline.team.team import Team as Team
     from paceline.team.team import join as join
@@ -49,10 +50,11 @@ _HOMES = {
     "StepReport": "paceline.train.step",
     "Team": "paceline.team.team",
     "buffer": "paceline.compute.buffers",
+    "config": "paceline.base.script_config",
     "join": "paceline.team.team",
     "load": "paceline.checkpoint.export",
     "Plan": "paceline.plan",
-    "TensorBoard": "paceline.observe.loggers",
+    "TensorBoard": "paceline.observe.trackers.tensorboard_files",
     "Histogram": "paceline.observe.media",
     "Image": "paceline.observe.media",
     "PacelineError": "paceline.errors",

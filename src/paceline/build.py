@@ -52,7 +52,12 @@ def build_replica(
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
-    pipeline = _divide_model(plan, job, group, mesh, known, placements, blocks)
+    pipeline, values = divide_model(plan, job, group, mesh, placements, blocks)
+    if not job.trains:
+        job.values = values
+        return Replica(job, Layout(job), group, group.subgroup("data", "context", mesh=mesh), mesh)
+    if values is not None:
+        values.materialize(group, mesh, known)
     # Who makes a step together: all, or the team that an island is dealt to.
     team = group.team(plan.local, mesh) if plan.local else group
     outer = team.subgroup("data", "context", mesh=mesh)
@@ -74,16 +79,17 @@ def build_replica(
     return Replica(job, layout, group, outer, mesh, pipeline, codec, team)
 
 
-def _divide_model(
+def divide_model(
     plan: Plan,
     job: ParallelJob,
     group: Group,
     mesh: Mesh,
-    known: bool,
     placements: Mapping[str, str] | None,
     blocks: str | None,
-) -> Pipeline | None:
-    """Divides a job's model along all axes but `shard`. Returns the pipeline if the model has stages."""
+) -> tuple[Pipeline | None, ModelValues | None]:
+    """Divides a job's model along all axes but `shard`. Returns the pipeline if the model has stages, and the values of
+    the parameters if these have none yet.
+    """
     job.unit, job.each_shard, job.requested_split = mesh.unit, mesh.each_shard, (placements, blocks)
     job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
     job.units = group.subgroup("data", "shard", "expert", mesh=mesh)
@@ -91,7 +97,12 @@ def _divide_model(
     if plan.together > 1:
         axes = ("shard", "expert") if plan.zero in (2, 3) else ("expert",)
         job.lockstep = group.subgroup(*axes, mesh=mesh)
-    values = ModelValues(job) if mesh.pipeline * mesh.tensor * mesh.expert > 1 else None
+    is_apart = mesh.pipeline * mesh.tensor * mesh.expert > 1 or (not job.trains and job.blueprint is not None)
+    values = ModelValues(job) if is_apart else None
+    if plan.precision == "fp8":  # with the parameters that `values` may have replaced
+        from paceline.compute.float8_linear import use_float8
+
+        job.decisions.append(use_float8(job.model, job.device))
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.parallel.pipeline.partition import divide
@@ -144,9 +155,7 @@ def _divide_model(
         pipeline.drop_absent_parameters()
     if experts is not None:
         experts.divide(mesh.unit)
-    if values is not None:
-        values.materialize(group, mesh, known)
-    return pipeline
+    return pipeline, values
 
 
 def build_strategy(context: StepContext) -> Strategy:

@@ -75,6 +75,10 @@ class DatasetError(PacelineError):
     """The dataset is not what the run recorded, or not what a dataset must be."""
 
 
+class ReaderError(DatasetError):
+    """The worker that reads an iterable dataset for this one failed: its own error is the cause."""
+
+
 class CheckpointError(PacelineError):
     """A checkpoint cannot be written, read or verified."""
 

@@ -35,7 +35,7 @@ _NUMBERS = {
 _ELSEWHERE = {
     **dict.fromkeys(("bf16", "bfloat16", "amp"), "use precision=bf16"),
     **dict.fromkeys(("fp16", "float16", "half"), "use precision=fp16"),
-    **dict.fromkeys(("fp8", "float8"), "use precision=bf16: 8-bit matrix products are not supported yet"),
+    **dict.fromkeys(("fp8", "float8"), "use precision=fp8"),
     **dict.fromkeys(("adam8bit", "adamw8bit"), "use optimizer_states=int8"),
     **dict.fromkeys(("fp32", "float32"), "leave it out: float32 is the default"),
     **dict.fromkeys(("ddp", "dp"), "use data=N, or leave it out: by default every worker is a replica"),
@@ -46,6 +46,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "use recompute=blocks"),
 }
 
+# Bytes that codecs which round send for 256 elements, with the scale of these.
+CODED_BYTES = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}
 
 # The words as the help shows them.
 GROUPS = {
@@ -163,7 +165,7 @@ class Plan:
         "linear|sqrt", "scale learning rates when a run resumes with a different global batch", built=True
     )
     precision: str | None = _word(
-        "bf16|fp16|bf16:pure|bf16:pure,stochastic",
+        "bf16|fp16|fp8|bf16:pure|bf16:pure,stochastic",
         "precision of forward and backward (default: the model's dtype); bf16:pure: also of weights",
         built=True,
     )
@@ -228,9 +230,10 @@ class Plan:
     @cached_property
     def one_by_one(self) -> bool:
         """Whether micro-batches are executed whole and one after another: together they would round other than apart,
-        which `exact` forbids and makes other sums overflow in fp16; or workers run a model that is in pieces together.
+        which `exact` forbids and makes other sums overflow in fp16, and would have other scales in fp8; or workers run
+        a model that is in pieces together.
         """
-        return self.exact or self.precision == "fp16" or self.together > 1 or self.mesh(1).unit > 1
+        return self.exact or self.precision in ("fp16", "fp8") or self.together > 1 or self.mesh(1).unit > 1
 
     def mesh(self, workers: int) -> Mesh:
         """Where each of so many workers is, if the plan is right for them."""
@@ -350,6 +353,11 @@ class Plan:
             self._check_beside_int8_states()
         if (self.expert or 1) > 1:
             self._check_beside_experts()
+        for axis in ("tensor", "context"):
+            size = getattr(self, axis) or 1
+            if self.precision == "fp8" and size > 1:  # the scale of a tensor would be that of a part
+                what = f"precision=fp8 and {axis}={size} cannot be used together yet"
+                raise PlanError(what, f"use precision=bf16, or leave {axis} out")
         if self.schedule in ("zb", "zbv") and self.zero in (2, 3):
             what = f"schedule={self.schedule} and zero={self.zero} cannot be used together yet"
             raise PlanError(what, "use zero=1, or schedule=1f1b")
@@ -457,9 +465,6 @@ def _read(word: str) -> tuple[Field[Any], Any]:
         return row, True
     if not text:
         raise PlanError(f"plan word {word!r} has no value", f"use {_usage(row)}, without spaces")
-    if word == "precision=fp8":
-        what = "precision=fp8 is not supported yet: Paceline has no 8-bit matrix products for any GPU"
-        raise PlanError(what, "use precision=bf16, or precision=bf16:pure for bfloat16 weights as well")
     if not _fits(text, spec.split("|")):
         notes = [_NUMBERS[kind][1] for kind in spec.split("|") if kind in _NUMBERS]
         cure = ", ".join([f"use {_usage(row)}", *notes])

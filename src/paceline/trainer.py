@@ -24,17 +24,21 @@ from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
+from paceline.compute.imported_optimizers import adopted_optimizers, changed_options
 from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
+from paceline.compute.lr_schedules import set_training_steps
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
+from paceline.compute.model_size import count_elements
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import copies_in_pieces, frozen, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Source
+from paceline.data.row_stream import Position
 from paceline.errors import CheckpointError, UsageError
-from paceline.evaluate.evaluate import EvalPass, evaluate
+from paceline.evaluate.evaluate import EvalPass, LossMean, evaluate
 from paceline.evaluate.predict import predicted
 from paceline.observe.step_totals import StepTotals
 from paceline.parallel.parallel_job import ParallelJob
@@ -53,8 +57,10 @@ from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
 from paceline.session.error_hints import AnnotatedCallable
+from paceline.session.gpu_usage import gpu_utilisation
 from paceline.session.logging import TrainerLogging
 from paceline.session.loop_batches import BroughtBatch, LoopBatches
+from paceline.session.memory_snapshot import has_run_out
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
 from paceline.session.validation import (
@@ -68,6 +74,7 @@ from paceline.session.validation import (
     coupling_of,
     device_of,
     enable_fused,
+    layers_at_rest,
     left_out,
     missing_method,
     names_to_own,
@@ -83,12 +90,14 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
+from paceline.train.layer_norms import LayerNorms, layer_norms
 from paceline.train.step import StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
 
 if TYPE_CHECKING:
     from paceline.planner.requests import RequestedAnswer
 
+_END = "the end of the iterable dataset of steps()"
 _FUSED = "fused= was not set, and torch supports it on this device"
 
 
@@ -146,7 +155,8 @@ class Trainer(TrainerLogging):
     resumed run takes them from the model that the script makes. Set it on all workers, before the loop.
     """
     _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
-    _closed = False
+    _closed = _stopped = _looked = False  # the last one for what optimizers hide
+    _last: StepReport | None = None
     _spare: MicroBatch | None = None  # of what this worker brought to step()
     _stands_in = False  # for one that has ended, until all workers release it
 
@@ -180,12 +190,13 @@ class Trainer(TrainerLogging):
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
-        model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan)
+        seeded = self._streams, stream_seed(seed, 0, -1)
+        self.model, model_fields = build_model(model, self._device, *seeded, self.plan, run.check.limit(self._device))
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
-        judge = AnnotatedCallable(check_callable("loss", loss), "loss")
+        judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
+        size = count_elements(self.model)
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
@@ -199,9 +210,7 @@ class Trainer(TrainerLogging):
         with self._streams.preserved(), run.check.refusals():  # blocks may be run to see what can be cut
             elastic = run.team.transactions.elastic
             self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
-        for what, why in job.decisions:
-            reporter.decide(self._number, what, why)
-            reporter.say(what)
+        reporter.tell_decisions(self._number, job.decisions)
         with run.check.refusals():
             optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
@@ -221,8 +230,6 @@ class Trainer(TrainerLogging):
         self._answer = self._requested_answer() if run.check.asks else None
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
-        self._stopped = self._looked = False  # the latter for what optimizers hide
-        self._last: StepReport | None = None
         self._state = State(partial(restore_copies, job=job))
         self._follow_values(schedule, schedulers)
         run.trainers.enlist(self, self.model, self._state)
@@ -230,6 +237,7 @@ class Trainer(TrainerLogging):
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
         run.memory.report(run.team.world, run.script)
+        reporter.describe_model(self._number, {**size, "held": self.needs()[0][1]})
         start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
@@ -382,7 +390,7 @@ class Trainer(TrainerLogging):
     def _choose_plan(self, script: str | None) -> Mesh:
         """Chooses the plan, which the `script` may give, and begins the run with it. Returns the plan's mesh."""
         run = self._run
-        run_plan, self.plan, origin = choose_plan(run.team.world, script)
+        run_plan, self.plan, origin = self._plans(script)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
@@ -393,6 +401,17 @@ class Trainer(TrainerLogging):
         if shared := sharing(run.team.world, self._device):
             self._reporter.say(shared, once=True)
         return mesh
+
+    def _plans(self, script: str | None) -> tuple[Plan, Plan, str]:
+        """Returns the plan of the run, that of this trainer, and where it comes from."""
+        world, asked = self._run.team.world, self._run.check
+        if asked.probe is None:
+            return choose_plan(world, script)
+        from paceline.planner.candidates import probed_words
+
+        asked.script_plan = world.plan or script or ""
+        plan = probed_words(Plan.parse(asked.script_plan)).validate(world.size)
+        return plan, plan, "a probe"
 
     def _requested_answer(self) -> RequestedAnswer:
         from paceline.planner.requests import RequestedAnswer  # not with every run
@@ -543,7 +562,7 @@ class Trainer(TrainerLogging):
             self._stopped = False
         if not phase.complete:
             self._need_optimizer()
-        if not phase.complete:
+            set_training_steps(self._job.schedulers, total, len(self._phases))
             assignment = self._context.current_assignment()
             dealt = self._strategy.shares(len(grid.cut(grid.global_batch)), assignment.weights)
             unit = self._mesh.unit
@@ -569,24 +588,29 @@ class Trainer(TrainerLogging):
             return
         run.begin_training(self._number, loop=True)
         source = phase.source(source)
-        if source.rows is None and phase.done:
+        position = Position.of(phase.stream, phase.done)
+        if source.rows is None and phase.done and position is None:
             self._reporter.say(
                 f"skipping the first {phase.done} global batches: an iterable dataset must be read from its start"
             )
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, run.team.world.tell, watched=True)
+        feed = Feed(source, grid, span, run.team.world.tell, watched=True, position=position)
         self._context.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._strategy.lockstep)
         each = 0 if source.rows is None else grid.batches(source.rows)  # steps of an epoch of this loop
-        batches = LoopBatches(
-            feed, phase, alike, run.team, self._reporter.say, looks_ahead=self.plan.quorum is not None
-        )
+        ahead, lockstep = self.plan.quorum is not None, self._strategy.lockstep
+        one_reader = lockstep and not run.team.world.verify_steps  # which load the shares of other workers, too
+        batches = LoopBatches(feed, phase, alike, run.team, self._reporter.say, ahead, one_reader)
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(batches)
                 if report is None:
-                    run.between()
+                    if source.rows is None and lockstep:  # it may be longer on other hosts
+                        self._together(_END)
+                    else:
+                        run.between()
                     break
+                phase.stream = batches.position
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
                 if each and phase.done // each > (phase.done - report.turn) // each:
                     report = replace(report, epoch_end=True)
@@ -604,8 +628,8 @@ class Trainer(TrainerLogging):
                 if self._stopped:
                     break
             else:
-                if source.rows is None and self._strategy.lockstep:  # it may be longer on other workers
-                    self._together("the end of the iterable dataset of steps()")
+                if source.rows is None and lockstep:
+                    self._together(_END)
             outermost = run.script.loops[0] is phase
         if self._answer is not None:
             self._answer.after_loop()
@@ -646,6 +670,7 @@ class Trainer(TrainerLogging):
             word = self.plan.several
             what = f"step() makes one optimizer step, but under {word} each turn of the loop makes several"
             raise UsageError(what, f"use steps(), or remove {word} from the plan")
+        set_training_steps(self._job.schedulers, None, 0)
         run.begin_training(self._number, loop=False)
         first, run.script.uses_step = not run.script.uses_step, True
         number = self.done + 1
@@ -674,14 +699,16 @@ class Trainer(TrainerLogging):
         except UsageError as error:
             run.check.refuse(error)
             raise
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise run.memory.explain(error, self._device) from error
+        except (RuntimeError, MemoryError) as error:
+            if has_run_out(error):
+                raise run.memory.explain(error, self._device, run.folder.path, run.team.rank) from error
             refuse_other_kinds(self._context.kinds, dict(self._job.model.named_parameters()), error)
             raise
         if step is None:
             return None
         report, agreed = step.report(), step.agreed
+        if self._last is None and (resting := layers_at_rest(self.model)):
+            self._reporter.say(resting, once=True)
         run.script.took_step, run.script.replays = True, False
         run.team.step, self._last = run.trainers.step, report
         workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
@@ -701,6 +728,8 @@ class Trainer(TrainerLogging):
             account.take()
         elif self._ledger and report is not None:
             figures = self._ledger.take(int(sum(self._reporter.traffic.of(self._number).values())))
+            if (busy := gpu_utilisation(self._device)) is not None:
+                figures["gpu"] = busy
             values = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
             self._reporter.show("step", trainer=self._number, **values, **figures, account=account.take())
             if (each := self._ledger.each()) is not None:
@@ -712,19 +741,20 @@ class Trainer(TrainerLogging):
     def evaluate(
         self,
         dataset: Any,
-        metric: Any,
+        metric: Any = None,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         **words: Never,
     ) -> dict[str, Any]:
-        """Evaluates a metric over a dataset, each row exactly once, on all workers together.
+        """Evaluates the loss or a metric over a dataset, each row exactly once, on all workers together.
 
         The model is in eval mode meanwhile. Nothing is padded, and sums are added in the order of the rows, so the
         result does not depend on the number of workers.
 
         Args:
             dataset: The rows.
-            metric: ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
+            metric: By default the training's loss, as ``loss``, and the metrics that it returns.
+                ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
                 what is not a mean (AUC, correlation, mAP): an object with `update`, `compute` and `reset` whose states
                 say how they merge, as those of torchmetrics; a mapping of such objects by name; or a pair of either and
                 a function of output and batch that returns the arguments of `update`. With ``loss_over="batch"`` a
@@ -749,7 +779,7 @@ class Trainer(TrainerLogging):
         sweep = self._sweep(dataset, collate, model)
 
         def compute() -> dict[str, Any]:
-            results = evaluate(sweep, metric)
+            results = evaluate(sweep, LossMean(self._loss) if metric is None else metric)
             for one in self.followed:
                 one.find_value(results, "evaluate()", self._reporter.say)
             self._reporter.show("evaluate", trainer=self._number, step=self.done, results=results)
@@ -869,6 +899,33 @@ class Trainer(TrainerLogging):
         self._run.need_team()
         self._run.results.call(partial(load_best, self._run, self._job, self._number))
 
+    @without_script_view
+    def layer_norms(self) -> LayerNorms:
+        """Computes the norm of each parameter and of its gradient, the same under any plan. All workers must call it.
+
+        Call it in the body of the loop, for example every 100 steps: it reads all weights and gradients once.
+
+        Returns:
+            ``weights`` and ``gradients``, two dicts by the names of the model's trained parameters. Gradients are the
+            mean gradients of the last step, before clipping: the square root of the sum of their squares is
+            ``report.grad_norm``. Parameters without a gradient are left out of the second dict.
+
+        Raises:
+            UsageError: The plan has ``local=`` or ``server=``, under which workers have different gradients.
+
+        Example:
+            >>> for report in trainer.steps(data):
+            ...     if report.every(100):
+            ...         norms = trainer.layer_norms()
+            ...         trainer.log(**{f"gradient/{name}": norm for name, norm in norms.gradients.items()})
+        """
+        self._need_open()
+        if word := next((word for word in ("local", "server") if getattr(self.plan, word)), ""):
+            what = f"layer_norms() cannot be used with {word}=, where workers have different gradients"
+            raise UsageError(what, f"leave {word}= out of the plan")
+        self._run.need_team()
+        return LayerNorms(*self._run.results.run(partial(layer_norms, self._replica, self._group)))
+
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
@@ -931,6 +988,11 @@ class Trainer(TrainerLogging):
             self._replica.complete()
 
     @property
+    def job(self) -> ParallelJob:
+        """Returns what the trainer trains."""
+        return self._job
+
+    @property
     def held_bytes(self) -> int:
         """Returns the bytes that the trainer holds on this worker."""
         return sum(self._strategy.memory().values())
@@ -976,7 +1038,12 @@ class Trainer(TrainerLogging):
             if "model" in saved:
                 job, imported = self._job, self._run.resume.imported
                 fits = adopted(self.model, saved["model"], self._number, imported, job.cuts, job.bf16_weights)
-                self._replica.load({"model": fits})
+                state = {"model": fits}
+                if kept := saved.get("imported_optimizers"):
+                    state |= adopted_optimizers(job, self._replica.updater.names, kept, self._number, imported)
+                    if changed := changed_options(job.optimizers, kept):
+                        self._reporter.say(f"the optimizer's options are those of the script: {changed} in the import")
+                self._replica.load(state)
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()
         if missing and newcomer and "closed" not in saved:

@@ -18,6 +18,7 @@ from launching import train_basics
 from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
 from test_checkpoint_write import equal, flip, sample
+from torch.distributed import checkpoint as dcp
 
 from paceline.base.text import parse_size
 from paceline.checkpoint.export import export_model, write_model
@@ -385,6 +386,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dcp", "dcp", "fp16"),
         ("", "", ""),
         ("", "", "bf16"),
+        ("", "torch", ""),
+        ("", "dcp", ""),
     ],
 )
 def test_export_of_a_large_model_needs_little_memory(
@@ -392,6 +395,10 @@ def test_export_of_a_large_model_needs_little_memory(
 ) -> None:
     """The window of 64 MiB, three of the largest tensor, and what the interpreter takes meanwhile."""
     source = large if out else next(large.rglob("*.safetensors"))
+    if not out and layout:  # an import from another format
+        state, source = load_file(source), tmp_path / "source.pt"
+        torch.save(state, source) if layout == "torch" else dcp.save(state, checkpoint_id=source, no_dist=True)
+        layout = ""
     words = [str(source), str(tmp_path / (out or "run")), layout, dtype, "" if out else "import"]
     done = subprocess.run(
         [sys.executable, "-c", EXPORT_AND_MEASURE, *words], capture_output=True, text=True, timeout=200, check=True

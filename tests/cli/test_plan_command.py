@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, paceline
+from fake_ssh import install_ssh
+from launching import paceline
+from networks import hosts as hosts
 from safetensors.torch import load_file
+from warm import environment
 
 from paceline.base.journal import read_journal
+from paceline.launch.options import LaunchOptions
+from paceline.launch.plan import probe
+from paceline.planner.descriptions import ProbeRequest
 
 TRAIN = """
-import sys
+import os, sys
 from basics import *
 
 model = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
 trainer = make(model=model, plan=sys.argv[1] if sys.argv[1:] else None)
-for report in trainer.steps(data, count=12):
-    pass
+for report in trainer.steps(data, count=int(os.environ.get("COUNT", 12))):
+    if report.step == int(os.environ.get("FAILS", 0)) and os.environ["PACELINE_RUN_DIR"].endswith("/a"):  # no trial
+        trainer.save()
+        sys.exit(3)
+    if report.step == 12:
+        trainer.stop()
 trainer.export("out.safetensors")
 """
 
@@ -31,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str, folder: Path, code: int = 0):
-    return paceline(*words, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), XDG_CACHE_HOME=str(folder / "cache"))
+def run(*words: str, folder: Path, code: int = 0, **variables: str):
+    return paceline(*words, cwd=folder, code=code, XDG_CACHE_HOME=str(folder / "cache"), **variables)
 
 
 def test_plans_are_predicted_and_the_best_are_tried(folder):
@@ -87,23 +100,125 @@ def test_a_plan_beyond_the_memory_does_not_fit(folder):
     assert re.search(r"data=2 .* does not fit: \d+ MB too much", done.stdout)
 
 
+LARGE = """
+import re, sys, threading, time
+from basics import *
+
+def watch(most=0):
+    while True:
+        now = int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+        if now > most:
+            most = now
+            open(sys.argv[1], "w").write(str(most))
+        time.sleep(0.002)
+
+if sys.argv[1:]:
+    threading.Thread(target=watch, daemon=True).start()
+layers = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)])
+trainer = paceline.Trainer(
+    model=layers,
+    loss=lambda output, batch: output.square().mean(),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    global_batch=24,
+)
+for report in trainer.steps(TensorDataset(torch.ones(64, 1024, dtype=torch.float32)), count=40):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_plans_that_are_predicted_not_to_fit_are_not_tried(folder):
+    """Also not the script's own plan: the first trial is that of a plan that fits."""
+    (folder / "large.py").write_text(LARGE)
+    words = ("plan", "large.py", "--workers", "2", "--json")
+    everything = json.loads(run(*words, "--try", "0", folder=folder).stdout)["plans"]
+    needs = {one["plan"]: one["memory"] for one in everything}
+    limit = round(1.01 * needs["shard=2 zero=3"] / 0.85)  # the first trial must leave so much free
+    done = run(*words, "--try", "2", "--steps", "2", "--memory", str(limit), folder=folder)
+    tried = re.findall(r"steps with (.*) on \d workers? ", done.stderr)
+    assert tried
+    assert "the script's plan" not in tried
+    answer = json.loads(done.stdout)["plans"]
+    fitting = {one["plan"] for one in answer if one["fits"]}
+    assert "data=2" not in fitting
+    assert {one.removeprefix("the plan ").strip("'") for one in tried} <= fitting
+
+
+@pytest.mark.slow
+def test_a_model_is_probed_without_memory_for_all_of_it(folder):
+    """Its parameters take 50 MB. If a worker may take 100, one block after another is measured, and the same found."""
+    (folder / "large.py").write_text(LARGE)
+    models, peaks = [], []
+    for number, memory in enumerate((0.0, 1e8)):
+        peak = folder / f"peak-{number}"
+        options = LaunchOptions(str(folder / "large.py"), [str(peak)], environment=environment(), quiet=True)
+        request = ProbeRequest(2, memory=memory, measures_machine=False)
+        found = probe(folder / str(number), options, request)
+        models.append([(block.parameters, block.saved, block.passes) for block in found.model.blocks])
+        assert all(seconds > 0 for block in found.model.blocks for seconds in block.seconds.values())
+        peaks.append(int(peak.read_text()))
+    assert models[0] == models[1]
+    assert len(models[0]) == 12
+    assert peaks[0] - peaks[1] > 30e6
+
+
+@pytest.mark.slow
+def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
+    """Their replicas do not span hosts, and the slow link between these is measured."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    net = hosts(3)
+    for host in net.hosts[:2]:
+        host.cap(50)
+    path = f"{install_ssh(tmp_path, dict(zip('ab', net.hosts, strict=False)))}:{os.environ['PATH']}"
+    env = environment(PATH=path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    given = ("--env=OMP_NUM_THREADS=1", "--env=CUDA_VISIBLE_DEVICES=-1", f"--env=PYTHONPATH={env['PYTHONPATH']}")
+    words = ("plan", "--hosts", "a,b", *given, "--try", "1", "--steps", "2", "--allow", "lossy", "train.py")
+
+    def answer(*more: str) -> str:
+        command = net.hosts[2].command(sys.executable, "-m", "paceline", *words[:-1], *more, words[-1])
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    machine = json.loads(answer("--describe"))["machine"]
+    between = machine["links"][-1]
+    assert between["name"] == "between hosts"
+    assert 2e6 < between["bandwidth"] < 7e6
+    plans = json.loads(answer("--json"))
+    assert [one["plan"] for one in plans["plans"] if one["workers"] == 2 and one["tried"]]
+    assert all("shard" not in one["plan"] for one in plans["plans"])
+    assert plans["refused"]["data=1 shard=2 zero=1"] == "a replica of 2 workers would span hosts"
+
+
 @pytest.mark.slow
 def test_auto_trains_as_the_plan_that_it_chose(folder):
     """The weights are those of the plan without trials; a resumed run keeps it; the report says why."""
-    words = ("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a")
-    first = run(*words, "--steps", "6", "train.py", folder=folder)
-    assert "continue with: paceline run --workers 2 --run-dir a --plan 'auto exact' train.py" in first.stderr
+    words = ("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "train.py")
+    first = run(*words, folder=folder, code=3, COUNT="1000000", FAILS="6")
+    assert "then run `paceline run --workers 2 --run-dir a --plan 'auto exact' train.py`" in first.stderr
     (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
     assert decision["workers"] == 2
     assert "exact" in decision["plan"]
     assert re.match(r"a step of .* was measured; others took .*; trials took ", decision["why"])
-    again = run(*words, "train.py", folder=folder)
+    again = run(*words, folder=folder, COUNT="1000000")
     assert f"auto: the plan stays '{decision['plan']}': the run began with it" in again.stderr
     chosen = load_file(folder / "out.safetensors")
     run("run", "--workers", "2", "--plan", decision["plan"], "train.py", folder=folder)
     direct = load_file(folder / "out.safetensors")
     assert all((chosen[name] == direct[name]).all() for name in direct)
-    assert decision["why"] in run("explain", "a", folder=folder).stdout
+    explained = run("explain", "a", folder=folder).stdout
+    assert decision["why"] in explained
+    assert re.search(r"predictions  a step of .*, .* measured \([+-]\d+%\); .* of memory, .* measured", explained)
+
+
+@pytest.mark.slow
+def test_a_short_run_keeps_the_plan_of_the_script(folder):
+    """No other plan is tried where that takes longer than it could save."""
+    done = run("run", "--workers", "2", "--plan", "auto", "--run-dir", "a", "train.py", folder=folder)
+    (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
+    assert decision["plan"] == "data=2"
+    pattern = r"a step of .* was measured; the run takes about .*, too short for trials of other plans to pay"
+    assert re.fullmatch(pattern, decision["why"])
+    assert "with the plan" not in done.stderr
+    assert (folder / "out.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -125,6 +240,11 @@ def test_auto_with_one_worker_needs_no_trial(folder):
             "paceline: 'much' is not a size in bytes; write a number and a unit, for example 500MB or 5GB",
         ),
         (
+            ("plan", "train.py", "--hosts", "a,b:2", "--workers", "2"),
+            "paceline: --workers 2 is another number than that of --hosts, which is 3; leave --workers out: HOST:N "
+            "sets the number of workers of a host",
+        ),
+        (
             ("run", "--plan", "auto", "--workers", "2", "--nodes", "auto", "train.py"),
             "paceline: auto tries plans before the run starts, and cannot do so with workers on several hosts; run "
             "`paceline plan` on one host, and give the plan that it prints",
@@ -144,4 +264,4 @@ def test_auto_in_a_script_is_refused(folder):
 def test_a_script_that_fails_in_its_trial(folder):
     (folder / "train.py").write_text("raise SystemExit(3)")
     done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
-    assert "train.py could not be tried with the script's plan: exit code 3; see the output above" in done.stderr
+    assert "train.py did not reach its first step: exit code 3; see the output above" in done.stderr

@@ -15,14 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from torch import nn
+from warm import environment
 
 from paceline.base.memory import advice
 from paceline.compute.state_dict import kept_for_each
+from paceline.launch.options import LaunchOptions
+from paceline.launch.plan import probe
 from paceline.parallel.cost_model import Facts
 from paceline.parallel.plan_cost import cost
 from paceline.plan import Plan
+from paceline.planner.descriptions import ProbeRequest
 
 STEPS = 4  # in the first one, which is not counted, the loss is looked at, which takes forwards besides
+HELD = "parameters", "gradients", "optimizer"
 NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor", "expert", "merges")
 BODY = f"""
 import json
@@ -147,6 +152,56 @@ def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, model: str, tm
     assert {name: told["kinds"][name][1] for name in every[0][5]} == pytest.approx(every[0][5], rel=0.03)
 
 
+BEFORE = {
+    2: (
+        *("data=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "shard=2 zero=3 recompute=blocks"),
+        *("pipeline=2", "pipeline=2 virtual=2", "tensor=2", "tensor=2 recompute=blocks", "context=2"),
+    ),
+    4: (
+        *("data=2 shard=2 zero=3", "pipeline=4", "pipeline=2 tensor=2", "shard=2 zero=3 tensor=2", "tensor=4"),
+        *("data=2 pipeline=2", "shard=2 zero=1 context=2", "pipeline=2 context=2", "tensor=2 context=2 micro=2"),
+    ),
+}
+EXPERTS = (2, "expert=2"), (4, "data=2 expert=2"), (4, "shard=2 zero=1 expert=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "workers", "plan"),
+    [
+        ("mlp", 2, "tensor=2"),
+        *[
+            pytest.param(model, workers, plan, marks=pytest.mark.slow)
+            for model in ("mlp", "gpt", "llama")
+            for workers, plans in BEFORE.items()
+            for plan in plans
+            if (model != "mlp" or "context" not in plan) and (model, plan) != ("mlp", "tensor=2")
+        ],
+        *[pytest.param("mixture", workers, plan, marks=pytest.mark.slow) for workers, plan in EXPERTS],
+    ],
+)
+def test_the_cost_of_a_plan_is_known_before_any_of_its_workers_runs(
+    model: str, workers: int, plan: str, tmp_path: Path
+) -> None:
+    """One worker predicts what each worker holds and sends, within 1 %; how many tokens go to which expert varies."""
+    more = TRANSFORMERS if model == "llama" else {}
+    text = str(Plan.parse(plan).validate(workers))
+    options = LaunchOptions(
+        str(SCRIPTS / "predicted.py"), [model], plan=text, quiet=True, environment=environment(**more)
+    )
+    found = probe(tmp_path / "probe", options, ProbeRequest(workers, (text,), measures_machine=False))
+    words = ("--workers", str(workers), "--plan", plan, "--run-dir", "out", "--shares", ",".join("1" * workers))
+    paceline("run", *words, SCRIPTS / "predicted.py", model, cwd=tmp_path, **more)
+    (event,) = journal(tmp_path / "out", "figures")
+    mesh = Plan.parse(text).mesh(workers)
+    for rank, measured in enumerate(event["measured"]):
+        predicted = found.plans[text][mesh.coordinate(rank, "pipeline")]
+        assert predicted.held == pytest.approx(sum(measured[kind] for kind in HELD), rel=0.01)
+        sent, told = dict(measured["sent"]), dict(predicted.sent)
+        near = 0.25 if model == "mixture" else 0.01
+        assert told.pop("expert", 0) == pytest.approx(sent.pop("expert", 0), rel=near)
+        assert sum(told.values()) == pytest.approx(sum(sent.values()), rel=0.01, abs=999)  # with the step's vector
+
+
 class Odd(torch.optim.SGD):
     """One that cannot be made anew from what it tells of itself, and draws."""
 
@@ -268,10 +323,55 @@ def test_torch_that_has_too_little_memory_is_explained(tmp_path: Path) -> None:
         r"of parameters, 1\.68 kB of gradients and 0 B of the optimizer's state, and \S+ MB of other memory, of \S+"
         r" GB available"
         r" \(tried "
-        r"to allocate 3 GiB\); use recompute=blocks, or a smaller micro= in the plan, which changes the"
-        r" mathematics\n",
+        r"to allocate 3 GiB\); use recompute=blocks, or a smaller micro= in the plan, which changes the mathematics\. "
+        r"The largest tensors: x of the script 7\.68 kB, 0\.weight 1\.28 kB, 2\.weight 256 B, 0\.bias 128 B, "
+        r"2\.bias 16 B; "
+        r"all of them are in memory/worker-0\.json of the run folder\n",
         done.stderr,
     ), done.stderr
+
+
+LIMITED = """
+import resource
+elements = [0]
+def loss(output, batch):
+    torch.empty(elements[0])
+    return cross_entropy(output, batch)
+def model():
+    return nn.Sequential(nn.Linear(10, 50_000), nn.Tanh(), nn.Linear(50_000, 2)).double()
+trainer = paceline.Trainer(model, loss, lambda params: torch.optim.AdamW(params, lr=0.1), global_batch=24)
+table = torch.zeros(1_000_000, dtype=torch.float64)
+for report in trainer.steps(data, count=2):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
+    elements[0] = 10**9
+"""
+
+
+def test_memory_that_runs_out_is_listed_by_name_and_by_kind(tmp_path: Path) -> None:
+    """A limit of the address space makes torch fail to allocate 4 GB; its optimizer has state from the first step."""
+    done = train_basics(tmp_path, LIMITED, 2, "--plan", "shard=2 zero=1", "--max-restarts", "0", code=1)
+    assert "can't allocate memory: you tried to allocate 4000000000 bytes" in done.stderr
+    largest = "table of the script 8 MB, 0.weight 4 MB, the gradient of 0.weight 2 MB, exp_avg of 0.weight 2 MB, "
+    assert f"The largest tensors: {largest}" in done.stderr
+    for worker in range(2):
+        found = json.loads((tmp_path / "out" / "memory" / f"worker-{worker}.json").read_text())
+        sizes = {kind: found["bytes"][kind] for kind in ("parameters", "optimizer", "script")}
+        assert sizes["parameters"] == 8 * (10 * 50_000 + 50_000 + 2 * 50_000 + 2)
+        assert sizes["optimizer"] == pytest.approx(sizes["parameters"], rel=0.01)  # two halves
+        assert sizes["script"] >= 8_000_000
+        assert found["bytes"]["process"] > sum(sizes.values())
+        tensors = {one["name"]: one["shape"] for one in found["tensors"]}
+        assert tensors["exp_avg of 0.weight"] == [25_000, 10]
+        assert tensors["0.weight"] == [50_000, 10]
+
+
+@pytest.mark.gpu
+def test_a_gpu_whose_memory_runs_out_leaves_a_snapshot_of_torch(tmp_path: Path) -> None:
+    body = "def loss(output, batch):\n    torch.empty(1 << 45, device='cuda')\nlist(make(loss).steps(data))\n"
+    done = train_basics(tmp_path, body, 1, code=1)
+    assert "The largest tensors: 0.weight" in done.stderr
+    assert (tmp_path / "out" / "memory" / "worker-0.pickle").stat().st_size > 0
 
 
 @pytest.mark.parametrize(("words", "sent"), [("", 4 * 22), ("copies=1", 4 * 44), ("codec=bf16", 44)])

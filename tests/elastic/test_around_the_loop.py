@@ -9,12 +9,13 @@ import pytest
 import torch
 from alone import trainer
 from basics import net
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics
 from safetensors.torch import load_file
 
 import paceline as library
 from paceline.checkpoint.inspect import inspect_run
 from paceline.errors import CheckpointError, UsageError
+from paceline.team.fault_injection import read_log
 
 VALUES = "0.5", "0.4", "0.6", "0.45", "0.7", "0.3"  # the best before it stops is of epoch 1, the next best of epoch 3
 
@@ -45,7 +46,9 @@ def test_a_training_stops_early_and_keeps_its_best_weights(tmp_path):
     newest = library.load(tmp_path / "run")
     last = load_file(tmp_path / "out.20.safetensors")
     assert all(torch.equal(newest[name], last[name]) for name in last)
-    with pytest.raises(CheckpointError, match=r"(?s)do not fit Linear .*build the model as the script that trained it"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)do not fit Linear: .*build the model as the script that trained it"
+    ):
         library.load(tmp_path / "run", torch.nn.Linear(3, 3))
 
 
@@ -72,6 +75,30 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_over(tmp_path):
     assert "--max-time 4s is over: the run stops with a checkpoint" in done.stderr
     assert "continue with: paceline run --workers 2 --run-dir run --max-time 4s" in done.stderr
     assert library.load(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=3", "server=1", "local=3 every=2", "shard=3 zero=3"])
+def test_a_schedule_without_steps_survives_a_kill_and_a_resume(plan, tmp_path):
+    """The learning rates of each step are those of the schedule with the number of steps."""
+    body = """
+trainer = paceline.Trainer(
+    net, lambda o, b: torch.nn.functional.cross_entropy(o, b[1]), lambda p: torch.optim.SGD(p, lr=0.1), global_batch=24,
+    schedule=paceline.cosine(warmup=3),
+)
+rates = trainer.state.setdefault("rates", {})
+for report in trainer.steps(data, epochs=4):
+    rates[str(report.step)] = report.lr
+if trainer.main:
+    __import__("json").dump(rates, open("rates.json", "w"))
+"""
+    train_basics(tmp_path, body, 3, "--plan", plan, "--steps", "6", chaos="kill:1@4.backward")
+    assert [entry["fault"] for entry in read_log(tmp_path / "out")] == ["kill:1@4.backward"]
+    train_basics(tmp_path, body, 3, "--plan", plan)
+    rates = {int(step): rate for step, rate in json.loads((tmp_path / "rates.json").read_text()).items()}
+    assert max(rates) == 16
+    factor = library.cosine(16, warmup=3)
+    assert rates == {step: pytest.approx(0.1 * factor(step - 1), rel=1e-6) for step in rates}
 
 
 @pytest.mark.parametrize(

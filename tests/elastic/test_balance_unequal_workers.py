@@ -306,6 +306,13 @@ def test_unequal_workers_get_unequal_parts_until_a_late_draw_and_the_same_weight
 
 
 @pytest.mark.slow
+def test_balance_counts_no_waiting_for_gradients(tmp_path: Path) -> None:
+    """Under zero=1 a fast worker waits in its backward for the gradients of a slow one."""
+    parts = both(tmp_path, trained("net, global_batch=48"), "--plan", "shard=3 zero=1")
+    assert any(one > two > three > 0 for one, two, three in parts), parts
+
+
+@pytest.mark.slow
 def test_balance_of_pipelines_by_their_slowest_worker(tmp_path: Path) -> None:
     """The last stage of the second pipeline is slow; the first stage only waits for it."""
     blocks = "lambda: nn.Sequential(*[nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4)]).double()"

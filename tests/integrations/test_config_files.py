@@ -227,7 +227,7 @@ def test_adam_decouples_weight_decay_unless_told_otherwise() -> None:
         ("amp.enabled", {"amp": {"enabled": True}}),
         ("compression_training.a.b", {"compression_training": {"a": {"b": 3}}}),
         ("zero_optimization.zenflow.topk_ratio", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
-        ("wandb.project", {"wandb": {"project": "a"}}),
+        ("wandb.group", {"wandb": {"enabled": True, "group": "a"}}),
     ],
 )
 def test_wishes_that_cannot_be_met_are_refused_by_name(field: str, config: dict[str, Any]) -> None:
@@ -250,6 +250,14 @@ def test_fields_that_ask_for_nothing_have_no_effect() -> None:
     made = convert_deepspeed(config, 2)
     assert {one.name for one in made.settled.values() if one.verdict != NO_EFFECT} == set()
     assert {name for name, _ in leaves(config)} <= set(made.settled)
+
+
+def test_monitors_become_loggers() -> None:
+    made = convert_deepspeed(
+        {"wandb": {"enabled": True, "team": "a", "project": "b"}, "csv_monitor": {"enabled": True}}, 2
+    )
+    assert made.options == ["--log-to wandb:a/b", "--log-to csv"]
+    assert {one.verdict for one in made.settled.values()} == {USED}
 
 
 def test_unknown_names_get_the_nearest_one() -> None:
@@ -297,6 +305,7 @@ def test_one_cycle_has_the_rates_of_deepspeed(second: int) -> None:
     [
         ({"distributed_type": "NO"}, ""),
         ({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}, "precision=fp16"),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "pad_inner_dim": True}}, "precision=fp8"),
         ({"distributed_type": "FSDP"}, "shard=8 zero=3"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 2}}, "shard=8 zero=2"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, ""),

@@ -15,8 +15,17 @@ from warm import environment
 
 TUTORIALS = ["image-classifier", "fine-tune-transformers", "lora", "sampling", "cross-validation", "sweep"]
 PAGES = [
-    *["start/install", "start/first-script", "start/two-workers", "start/resume", "howto/spot-instances"],
+    *[
+        "start/install",
+        "start/first-script",
+        "start/two-workers",
+        "start/resume",
+        "howto/spot-instances",
+        "howto/loggers",
+    ],
     "howto/simulate-failures",
+    "howto/continue-other-checkpoints",
+    "howto/configuration-files",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from paths import DOCS
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline import stream_seed
+from paceline import sample_index, stream_seed
 from paceline.team.fault_injection import read_log
 
 PAGE = DOCS / "recipes.md"
@@ -100,9 +100,60 @@ def scaled() -> Tensors:
     return dict(model.state_dict())
 
 
+def staged(
+    model: nn.Module,
+    loops: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    batch: int,
+) -> Tensors:
+    """Four steps of SGD for each loop, over batches of its rows; each loop begins with a new epoch."""
+    update, epoch = torch.optim.SGD(model.parameters(), lr=0.1), 0
+    for rows in loops:
+        begun = 0
+        for step in range(4):
+            each = len(rows) // batch  # steps of an epoch
+            begun, position = step // each + 1, step % each * batch
+            numbers = [sample_index(position + i, len(rows), 0, epoch + step // each) for i in range(batch)]
+            x, y = (torch.cat(parts) for parts in zip(*(rows[number] for number in numbers), strict=True))
+            update.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            update.step()
+        epoch += begun
+    return dict(model.state_dict())
+
+
+def singles(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(x[None], y[None]) for x, y in rows]
+
+
+def growing_batch() -> Tensors:
+    x, y = data.tensors
+    stacks = [[(x[row :: 96 // size], y[row :: 96 // size]) for row in range(96 // size)] for size in (1, 2, 4)]
+    assert [len(one) for one, _ in (rows[0] for rows in stacks)] == [1, 2, 4]
+    return staged(built(net), stacks, 6)
+
+
+def growing_sequences() -> Tensors:
+    made: dict[str, Any] = {"torch": torch}
+    exec(code_block("Growing sequences").split("trainer =")[0], made)
+    return staged(built(made["Reader"]), [singles((x[:length], y) for x, y in data) for length in (2, 5, 10)], 24)
+
+
+def from_easy() -> Tensors:
+    order = sorted(range(96), key=lambda row: float(data[row][0].abs().max()))
+    return staged(built(net), [singles(data[row] for row in order[:count]) for count in (24, 48, 96)], 24)
+
+
+def plain() -> Tensors:
+    return staged(built(net), [singles(data)] * 3, 24)
+
+
 RECIPES: dict[str, Callable[[], Tensors]] = {
     "A curriculum": scaled,
+    "A growing batch": growing_batch,
+    "Growing sequences": growing_sequences,
+    "From easy to difficult rows": from_easy,
     "Two towers": towers,
+    "Norms of layers": plain,
     "Gradient noise": noisy,
     "Gradient surgery": operated,
 }
@@ -173,7 +224,7 @@ print("stopped", trainer.steps_done, trainer.stopping.since, trainer.complete)
 @pytest.mark.slow
 def test_recipes_of_evaluate_predict_state_and_schedule_run(tmp_path: Path) -> None:
     others = [block for block in BLOCKS if block != STOPPING]
-    assert len(others) == 12
+    assert len(others) == 15
     done = train_basics(tmp_path, OTHERS + "\n".join(others), 2, **METRICS)
     assert "rows 0 to 7: [" in done.stdout
     assert (tmp_path / "outputs.safetensors").exists()

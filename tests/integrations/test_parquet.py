@@ -91,11 +91,11 @@ def test_parquet_order_takes_each_row_once_by_row_groups(folder: Path, seed: int
 def test_parquet_cache_is_bounded(folder: Path) -> None:
     rows = ParquetRows(folder, cache=1)
     assert [int(rows[n]["number"]) for n in (0, 50, 1, 51)] == [0, 50, 1, 51]
-    assert len(rows._read) == 1
+    assert len(rows._rows._kept) == 1
     rows = ParquetRows(folder)
     for n in range(COUNT):
         assert rows[n]["number"] == n
-    assert len(rows._read) == 7
+    assert len(rows._rows._kept) == 7
 
 
 def test_parquet_rows_pickle_and_fork(folder: Path) -> None:

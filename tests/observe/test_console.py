@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from subprocess import PIPE
 
-from launching import train_basics
+from launching import paceline, train_basics
 from warm import Process, environment
 
 TWO = """
@@ -35,7 +35,14 @@ def test_two_trainers_have_one_count_and_names_and_a_good_run_six_lines(tmp_path
 
 
 def test_all_figures_with_verbose(tmp_path: Path) -> None:
-    said = train_basics(tmp_path, "list(make().steps(data))\n", 2, "--verbose").stderr
+    said = train_basics(tmp_path, "list(make().steps(data))\n", 2, "--verbose", "--plan", "shard=2 zero=1").stderr
+    of_model = said[said.index("model: ") : said.index("global batch")].splitlines()
+    assert of_model == [
+        "model: Sequential, 210 parameters, all trained; each worker holds 1.68 kB of parameters, 1.68 kB of gradients",
+        "  0  Linear, 176 parameters",
+        "  2  Linear, 34 parameters",
+    ]
+    assert "\nModel\n  0  Linear, 176 parameters\n" in paceline("explain", "out", cwd=tmp_path).stdout
     block = said[said.index("train.py finished at step 4\n") :].splitlines()
     names = [line.split("  ")[0] for line in block[1:] if not line.startswith(" ")]
     wanted = ["loss", "wall clock", "done", "speed", "time", "bytes", "memory", "report"]

@@ -42,6 +42,28 @@ def test_explain_a_finished_run(tmp_path: Path) -> None:
     assert text.endswith(f"\n\nNext: paceline export {tmp_path} model.safetensors")
 
 
+def test_predictions_of_auto_are_shown_beside_what_was_measured(tmp_path: Path) -> None:
+    """Those of the plan that was chosen last, with the steps of the attempt under it."""
+    journal = Journal(tmp_path)
+    about = {"asked": "auto", "workers": 2, "why": "it is fast"}
+    journal.write("decision", plan="data=2", what="the plan is 'data=2'", predicted=1.0, memory=1e8, **about)
+    journal.write("start", workers=2, plan="data=2", script="train.py")
+    journal.write("step", step=1, steps=1, seconds=9.0)
+    chosen = {"predicted": 0.16, "tried": 0.18, "memory": 4e8}
+    journal.write("decision", plan="pipeline=2", what="the plan changes", **chosen, **about)
+    journal.write("start", workers=2, plan="data=1 pipeline=2", script="train.py", resumed_from=1)
+    for step in range(2, 12):
+        journal.write("step", step=step, steps=1, seconds=0.2)
+    journal.write("memory", process=5e8)
+    sent = [{"sent": {"stages": 3e6}}] * 2
+    journal.write("figures", trainer=0, plan="data=1 pipeline=2", workers=2, predicted=sent, measured=sent)
+    row = (
+        "  predictions  a step of 160 ms (180 ms in its trial), 200 ms measured (-20%); "
+        "400 MB of memory, 500 MB measured (-20%); 3 MB sent in a step, 3 MB measured (+0%)\n"
+    )
+    assert row in explain(tmp_path)
+
+
 def test_explain_separates_arguments_that_look_like_options_of_a_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     script = {"script": "train.py", "argv": ["train.py", "--steps=3"]}
@@ -157,6 +179,7 @@ each worker         layers.0 to 3 (Sequential)
 predicted           holds parameters 10.4 kB, gradients 10.4 kB, activations 2.24 kB; sends gradients 10.4 kB, weights \
 5.19 kB; computes T
 
+the model is a Net, 1,298 parameters, all trained
 seconds and activations were measured on this machine with one micro-batch
 """
 BLOCKS = """\

@@ -12,7 +12,9 @@ import resource
 import shutil
 import subprocess
 import sys
+import termios
 import warnings
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,7 +22,9 @@ import numpy as np
 import pytest
 import torch
 from journals import GRID, step, write_run
+from launching import train_basics
 from rich.console import Console
+from warm import Process, environment
 
 from paceline.base.console import coloured
 from paceline.base.journal import Journal, effective_steps, read_journal
@@ -28,7 +32,7 @@ from paceline.errors import UsageError
 from paceline.observe import step_totals as ledger
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
-from paceline.observe.summary import Summary, explain
+from paceline.observe.summary import Summary, explain, facts
 
 
 # ---- the journal
@@ -257,7 +261,9 @@ def live_progress(width: int) -> str:
 
 def test_the_live_line_holds_all_parts() -> None:
     shown = live_progress(160)
-    last = "step 900/1200  ▕█████████   ▏  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  "
+    last = (
+        "step 900/1200  ▕███████████████     ▏  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  "
+    )
     last += "0:15 left  compute 82% reduce 10% data 5% update 3%"
     assert shown.rstrip().splitlines()[-1].rpartition("\r")[2].rstrip() == last
     assert "the grid\n" in shown
@@ -269,8 +275,8 @@ def test_the_live_line_holds_all_parts() -> None:
     [
         (
             140,
-            "step 900/1200  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  0:15 left  "
-            "compute 82% reduce 10% data 5% update 3%",
+            "step 900/1200  ▕██████████████████████████████          ▏  epoch 3/3  loss 2.250  "
+            "error 0.5000 accuracy 0.7500  5,120 samples/s  0:15 left",
         ),
         (100, "step 900/1200  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  0:15 left"),
         (80, "step 900/1200  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  0:15 left"),
@@ -342,6 +348,62 @@ def test_a_closed_stream_is_survived() -> None:
     progress.line("nobody reads this")
     progress.step(step(10))
     progress.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "none", "rich"])
+def test_kinds_of_progress(kind: str) -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, width=80, force_terminal=kind != "rich"), kind=kind, every=0.0) as progress:
+        progress.phase({"trainer": 0, "steps": 20, "text": GRID})
+        progress.step(step(10, steps=5))
+    shown = out.getvalue()
+    assert GRID in shown
+    assert ("step 10/20" in shown) == (kind != "none")
+    assert ("▕" in shown) == (kind == "rich")
+
+
+def screen(written: bytes) -> list[str]:
+    """The lines of a terminal after this was written to it: carriage returns, erased lines, and moves of the cursor."""
+    lines, row, column = [""], 0, 0
+    for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)", written.decode()):
+        count, command, end, text = match.groups()
+        if command == "A":
+            row -= int(count or 1)
+        elif command == "K" and count == "2":
+            lines[row] = ""
+        elif end == "\r":
+            column = 0
+        elif end == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row - len(lines) + 1)
+        elif text:
+            lines[row] = (lines[row].ljust(column)[:column] + text + lines[row][column + len(text) :]).rstrip()
+            column += len(text)
+    return lines
+
+
+def test_a_run_on_a_terminal_shows_a_bar(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from basics import *\nimport time\nt = make()\n"
+        "for report in t.steps(data, epochs=2):\n    time.sleep(0.1)\n    print('a line', report.step)\n"
+    )
+    agent, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, 120))
+    command = [sys.executable, "-m", "paceline", "run", "--run-dir", "out", "train.py"]
+    with Process(command, environment(TERM="xterm"), cwd=tmp_path, stdout=terminal, stderr=terminal) as child:
+        os.close(terminal)
+        shown = b""
+        with suppress(OSError):  # so ends a pseudo-terminal
+            while part := os.read(agent, 65536):
+                shown += part
+        assert child.wait() == 0
+    os.close(agent)
+    lines = screen(shown)
+    assert [line for line in lines if line.startswith("a line")] == [f"a line {number}" for number in range(1, 9)]
+    (last,) = (line for line in lines if line.startswith("step "))
+    assert re.match(r"step 8/8  ▕█{12,40}▏  epoch 2/2  loss [\d.]+  [\d.,]+ samples/s", last)
+    without_colours = re.sub(r"\x1b\[[\d;]*m", "", shown.decode())
+    assert any(re.search(r"▏  epoch 1/2 .* left", line) for line in without_colours.split("\r"))
 
 
 # ---- the report
@@ -583,3 +645,19 @@ def test_what_each_of_very_many_workers_computed_is_told_now_and_then(monkeypatc
     kept.add(5, 8, {"compute": 0.1}, dict.fromkeys(range(64), 0.5))
     assert kept.take(0)["computed"] == dict.fromkeys(range(64), 0.5), "of fewer in every record"
     assert kept.each() is None
+
+
+def test_how_busy_a_gpu_is(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("start", workers=1, resumed_from=None)
+    for number, gpu in enumerate((0.5, 0.9, None), 1):
+        journal.write("step", **step(number, gpu=gpu, seconds=float(number)))
+    journal.close()
+    assert dict(facts(Summary(tmp_path))["Results"])["computing"] == "worker 0's GPU was busy 77% of the time"
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_says_how_busy_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("pynvml", reason="no NVML: pip install 'paceline[gpu]'")
+    train_basics(tmp_path, "list(make().steps(data))\n", 1)
+    assert all(0 <= event["gpu"] <= 1 for event in read_journal(tmp_path / "out") if event["event"] == "step")

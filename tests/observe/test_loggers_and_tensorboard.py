@@ -15,10 +15,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PageReader
 
 from paceline.base.journal import Journal, Reader, effective_steps, read_journal
+from paceline.base.logger_names import LoggerName
 from paceline.errors import UsageError
-from paceline.observe.loggers import Loggers, TensorBoard
+from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import METRICS, table, values_of
 from paceline.observe.summary import Summary
+from paceline.observe.trackers.tensorboard_files import TensorBoard
 
 SLOWLY = """
 import time
@@ -137,7 +139,7 @@ def test_names_of_the_users_do_not_hide_ours() -> None:
 
 
 def test_a_journal_becomes_event_files(tmp_path: Path) -> None:
-    loggers = Loggers(tmp_path, tensorboard=True)
+    loggers = Loggers(tmp_path, [LoggerName("tensorboard")])
     journal = Journal(tmp_path, loggers)
     journal.write("start", workers=1, resumed_from=None)
     for number in (1, 2, 3):
@@ -160,7 +162,7 @@ def test_a_journal_becomes_event_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keeps", [False, True], ids=["killed before it wrote how far it was", "after"])
 def test_who_takes_over_writes_no_step_twice_and_leaves_none_out(tmp_path: Path, keeps: bool) -> None:
     """The first writer handed on all, half, or nothing of what it did not note; the journal has two more steps."""
-    loggers = Loggers(tmp_path, tensorboard=True)
+    loggers = Loggers(tmp_path, [LoggerName("tensorboard")])
     journal = Journal(tmp_path, loggers)
     journal.write("start", workers=1, resumed_from=None)
     for number in (1, 2, 3):
@@ -176,7 +178,7 @@ def test_who_takes_over_writes_no_step_twice_and_leaves_none_out(tmp_path: Path,
     if not keeps:
         (tmp_path / "loggers.json").write_text(note)
     others = Loggers(tmp_path)
-    others.add(TensorBoard(), print)
+    others.add(TensorBoard())
     journal = Journal(tmp_path, others)
     journal.write("log", trainer=0, step=4, values={"mine": 4})
     journal.write("step", **step(5))
@@ -212,11 +214,11 @@ def test_written_through_a_loss_of_worker_0_and_a_resume(tmp_path: Path) -> None
 
 def test_without_the_package_one_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr("paceline.observe.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.base.logger_names.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         TensorBoard()
     assert str(caught.value) == (
-        "TensorBoard files cannot be written because the package tensorboard is not installed; "
+        "nothing can be logged to tensorboard, because the package tensorboard is not installed; "
         "run pip install 'paceline[tensorboard]'"
     )
 
@@ -251,17 +253,17 @@ def test_a_logger_of_five_lines(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        Loggers(tmp_path).add("wandb", print)
+        Loggers(tmp_path).add(7)
     assert str(caught.value) == (
-        "log_to() needs an object with a method write(step, values), got 'wandb'; "
-        "pass paceline.TensorBoard(), or add this method"
+        "log_to() needs an object with a method write(step, values), got 7; "
+        'pass the name of a logger, as "wandb" or "csv", or add this method'
     )
 
 
 def test_without_a_run_folder_nothing_is_logged(tmp_path: Path) -> None:
     said = []
-    loggers = Loggers(None)
-    loggers.add(TensorBoard(tmp_path), lambda text, once: said.append(text))
+    loggers = Loggers(None, say=lambda text, once: said.append(text))
+    loggers.add(TensorBoard(tmp_path))
     loggers.hear()
     loggers.close()
     assert said == ["nothing is logged to TensorBoard, because this run has no run folder"]

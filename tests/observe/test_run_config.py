@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from doc_pages import python_blocks
-from launching import SCRIPTS, environment, train_basics
-from paths import DOCS
+from launching import train_basics
 from scripts.basics import make
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from paceline.base.journal import Journal, effective_steps, read_journal
+from paceline.base.journal import Journal, read_journal
 from paceline.errors import UsageError
 from paceline.observe.loggers import Loggers
 from paceline.observe.summary import Summary, facts
 from paceline.session.script_info import MOST_DIFF, without_secrets
 
-PATHS = os.pathsep.join([str(SCRIPTS), *sys.path])  # also of what is installed elsewhere
 BODY = """
 import json
 class Lines:
@@ -136,20 +130,3 @@ def test_of_many_changes_a_part_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     told = code(tmp_path)
     assert told["dirty"]
     assert (tmp_path / told["diff"]).stat().st_size == MOST_DIFF
-
-
-def test_mlflow_has_what_a_run_is_made_with_and_its_figures_as_documented(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="no mlflow here: pip install mlflow")
-    page = (DOCS / "howto" / "loggers.md").read_text()
-    (logger,) = [block for block in python_blocks(page) if "class MLflow" in block]
-    body = f"trainer = make()\ntrainer.config(lr=0.1, width=16)\n{logger}list(trainer.steps(data, count=5))\n"
-    store = f"file://{tmp_path}/store"
-    train_basics(tmp_path, body, 2, MLFLOW_TRACKING_URI=store, MLFLOW_ALLOW_FILE_STORE="true", PYTHONPATH=PATHS)
-    asked = "import mlflow, json; (run,) = mlflow.MlflowClient().search_runs(['0'])"
-    asked += "; print(json.dumps(run.data.to_dictionary()))"
-    env = environment(MLFLOW_TRACKING_URI=store, MLFLOW_ALLOW_FILE_STORE="true", PYTHONPATH=PATHS)
-    said = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True).stdout
-    kept = json.loads(said.splitlines()[-1])
-    assert kept["params"] == {"lr": "0.1", "width": "16"}
-    last = effective_steps(read_journal(tmp_path / "out"))[-1]
-    assert kept["metrics"]["loss"] == pytest.approx(last["loss"])

@@ -330,3 +330,34 @@ def test_another_learning_rate_and_another_seed_before_a_resume(tmp_path: Path) 
         assert done.stderr.count(told) == 1
     one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "b"))
     assert apart(one, other) < 1e-12
+
+
+RESTING = (
+    "{} in eval mode during training; from_pretrained() returns models in eval mode: "
+    "write model=lambda: Net.from_pretrained(...).train(), unless this is intended"
+)
+
+
+@pytest.mark.parametrize(
+    ("modes", "layers"),
+    [
+        ("...", ""),
+        (".eval()", "2 dropout layers and 1 BatchNorm layer of the model are"),
+        ("dropout", "1 dropout layer of the model is"),
+        ("norm", ""),
+    ],
+)
+def test_layers_in_eval_mode_during_training_are_named_once(
+    modes: str, layers: str, run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Frozen statistics of BatchNorm in a model that trains are intended, as a rule."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(2), nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.0)).double()
+    if modes == ".eval()":
+        model.eval()
+    elif modes != "...":
+        model[{"norm": 1, "dropout": 2}[modes]].eval()
+    for _ in make(model=model).steps(data, count=3):
+        pass
+    printed = capsys.readouterr().err
+    assert printed.count("in eval mode") == (2 if layers else 0)
+    assert RESTING.format(layers) in printed if layers else "from_pretrained" not in printed

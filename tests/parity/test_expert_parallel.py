@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
-from agents import journal
+from agents import journal, until
 from covering import pairwise
 from expert_models import EXPERT_MODELS
-from fault_runs import Calm
+from fault_runs import LONG, Calm, fired, outcome, train
 from fault_runs import calm as calm
-from launching import train_basics
+from launching import SCRIPTS, train_basics
 from mixtures import check_cases, train_cases
+from warm import Process, environment
 
 WORKERS = {
     "expert=2": 2,
@@ -94,6 +97,57 @@ def test_kill_of_a_worker_with_experts(
     """The run goes on with the other replica, and the worker comes back; or all resume from a checkpoint."""
     monkeypatch.setenv("EXPERTS", "1")
     calm.meets_kill(tmp_path, plan, worker, moment)
+
+
+JOINS = [  # faults of six workers, and how many teams form until all are there again
+    ({"kill:0@5.forward", "kill:3@30.backward"}, 4),
+    ({"kill:5@5.forward", "kill:0@6.hand-over"}, 3),
+    ({"kill:5@5.forward", "kill:4@0.hand-over"}, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("faults", "teams"), JOINS)
+def test_killed_workers_with_experts_join_again(
+    faults: set[str], teams: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A replica comes back as two workers, and each receives its own experts; also if either end fails meanwhile."""
+    monkeypatch.setenv("EXPERTS", "1")
+    wait = f'journal.jsonl "formed" {teams}'
+    ended = train(tmp_path, 6, LONG, ",".join(faults), wait, plan="micro=4 data=3 expert=2")
+    assert fired(ended) == faults
+    calm.meets(ended, LONG)
+    sizes = [len(event["workers"]) for event in ended.events("formed")]  # type: ignore[arg-type]
+    assert sizes[-1] > min(sizes), "no replica came back"
+
+
+@pytest.mark.parametrize(
+    ("plan", "workers", "joining"),
+    [
+        ("expert=2", 2, 2),
+        pytest.param("expert=2", 2, 4, marks=pytest.mark.slow),
+        pytest.param("shard=2 zero=3 expert=2", 4, 4, marks=pytest.mark.slow),
+        pytest.param("shard=2 zero=1 expert=2", 4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_with_experts_that_join_a_run(
+    plan: str, workers: int, joining: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workers of another agent are new replicas: `expert=2` of two workers becomes `data=2 expert=2` of four."""
+    monkeypatch.setenv("EXPERTS", "1")
+    gate, run = tmp_path / "gate", tmp_path / "run"
+    command = [sys.executable, "-m", "paceline", "run"]
+    script, env = [SCRIPTS / "survivor.py", tmp_path / "out", str(LONG)], environment(WAIT=f"{gate} go 1")
+    options = ["--workers", str(workers), "--run-dir", run, "--plan", f"micro=4 {plan}"]
+    first = Process([*command, *options, *script], env, cwd=tmp_path, stderr=PIPE)
+    until(lambda: (run / "coordinator.json").exists() and journal(run, "step")[3:])
+    joins = [*command, "--join", run, "--workers", str(joining), *script]
+    second = Process(joins, env, cwd=tmp_path, stderr=PIPE)
+    until(lambda: any(len(event["workers"]) == workers + joining for event in journal(run, "formed")))  # type: ignore[arg-type]
+    gate.write_text("go\n")
+    texts = [process.communicate(timeout=120)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), "\n".join(texts)
+    calm.meets(outcome(tmp_path, texts[0]), LONG)
 
 
 @pytest.mark.parametrize(

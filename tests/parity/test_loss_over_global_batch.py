@@ -279,7 +279,7 @@ class Widest:
 case = CASES["towers"]
 t = paceline.Trainer(lambda: case.model().double(), lambda o, b: clip(t.model, o), torch.optim.AdamW, global_batch=24,
     forward=case.forward, loss_over="batch")
-found = [t.evaluate(case.data, recall), t.evaluate(case.data, Widest())]
+found = [t.evaluate(case.data, recall), t.evaluate(case.data, Widest()), t.evaluate(case.data)]
 if t.main: __import__("pathlib").Path("found.json").write_text(json.dumps(found))
 """
 
@@ -291,15 +291,18 @@ def test_evaluate_gives_metrics_whole_batches(workers: int, plan: str, tmp_path:
     train_basics(tmp_path, EVALUATED, workers, *(("--plan", plan) if plan else ()))
     case = CASES["towers"]
     model = built(lambda: case.model().double())
-    near, widest = [], []
+    near, widest, losses = [], [], []
     with torch.no_grad():
         for start in range(0, ROWS, 24):
             one, two = model(over_batch.x[start : start + 24], over_batch.y[start : start + 24]).values()
             near.append((one @ two.t()).argmax(1) == torch.arange(len(one)))
             widest.append(float(one.std(0).max()))
-    means, largest = json.loads((tmp_path / "found.json").read_text())
+            losses.append(float(over_batch.clip(model, {"one": one, "two": two})[0]))
+    means, largest, loss = json.loads((tmp_path / "found.json").read_text())
     assert means == {"recall": pytest.approx(float(torch.cat(near).double().mean())), "batches": 3.0, "n": ROWS}
     assert largest == {"widest": pytest.approx(max(widest)), "n": ROWS}
+    mean = pytest.approx(sum(losses) / (2 * ROWS), rel=1e-9)
+    assert loss == {"loss": mean, "right": means["recall"], "n": ROWS}
 
 
 # ---- memory: what autograd keeps for backwards, at most

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import train_basics, without_an_agent
+from networks import hosts as hosts
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -142,7 +143,7 @@ DIVIDED = {
         "list(make().steps(Stream(range(rank % 2, 96, 2))))",
         "workers disagree about the dataset: row 0 that it yields differs between worker 1 and {others}",
     ),
-    "a later epoch": (
+    "a later epoch": (  # on hosts of their own, as the next one: of a host, one worker reads
         "class Later(Stream):\n"
         "    def set_epoch(self, epoch):\n"
         "        self.rows = range(96) if not epoch or rank != 1 else range(95, -1, -1)\n"
@@ -173,29 +174,48 @@ DIVIDED = {
 }
 
 
+APART = ("a later epoch", "a shorter end")
+MARKS: dict[str, list[pytest.MarkDecorator]] = {"first rows": []}
+MARKS |= {case: [pytest.mark.slow, pytest.mark.root] for case in APART}
+
+
+def on_hosts(request: pytest.FixtureRequest, workers: int, script: Path) -> list[tuple[int, str]]:
+    """The exit code of each of so many workers, and what it said; each is on a host of its own."""
+    network = request.getfixturevalue("hosts")(workers)
+    network.start([1] * workers, script)
+    return [(worker.code, worker.stderr) for worker in network.end()]
+
+
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "first rows" else pytest.mark.slow) for case in DIVIDED]
-)
-def test_an_iterable_dataset_that_divides_itself_is_refused(case: str, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [pytest.mark.slow])) for case in DIVIDED])
+def test_an_iterable_dataset_that_divides_itself_is_refused(
+    case: str, workers: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     body, told = DIVIDED[case]
     (script := tmp_path / "train.py").write_text(HEAD + STREAM + body)
     others = "workers 0, 2" if workers == 3 else "worker 0"
-    for code, stderr in without_an_agent(*[script] * workers, cwd=tmp_path):
+    if case in APART:
+        ended = on_hosts(request, workers, script)
+    else:
+        ended = without_an_agent(*[script] * workers, cwd=tmp_path)
+    for code, stderr in ended:
         assert code == 1
         assert f"DatasetError: {told.format(others=others)}" in stderr
         assert f"; {WHOLE}\n" in stderr
 
 
+@pytest.mark.root
 @pytest.mark.slow
-def test_an_iterable_dataset_that_ends_earlier_on_a_worker_is_named(tmp_path: Path) -> None:
+def test_an_iterable_dataset_that_ends_earlier_on_a_host_is_named(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """After whole global batches: nothing was read of which the numbers could be compared."""
     body = "list(make().steps(Stream(range(72 if rank == 1 else 96))))"
     (script := tmp_path / "train.py").write_text(HEAD + STREAM + body)
-    for code, stderr in without_an_agent(script, script, cwd=tmp_path):
-        assert code == 1
-        assert "the end of the iterable dataset of steps()" in stderr
-        assert "CollectiveMismatchError" in stderr
+    ended = on_hosts(request, 2, script)
+    assert [code for code, _ in ended] == [1, 1]
+    assert "CollectiveMismatchError" in ended[0][1]
+    assert "worker 1 is in the end of the iterable dataset of steps()" in ended[0][1]
 
 
 def test_iterable_dataset_with_own_random_numbers_is_reported_once(tmp_path: Path) -> None:

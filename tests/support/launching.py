@@ -104,12 +104,16 @@ def free_port() -> int:
             return port
 
 
-def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> list[tuple[int, str]]:
-    """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
+def without_an_agent(
+    *scripts: Path | Sequence[str | Path], cwd: Path | None = None, **env: str
+) -> list[tuple[int, str]]:
+    """Workers started as torchrun starts them, one per script, which may have arguments: the exit code of each, and
+    what it said.
+    """
     shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
     workers = [
-        Process([sys.executable, script], environment(**shared, RANK=str(rank)), cwd=cwd, stderr=PIPE)
-        for rank, script in enumerate(scripts)
+        Process([sys.executable, *words], environment(**shared, RANK=str(rank)), cwd=cwd, stderr=PIPE)
+        for rank, words in enumerate([script] if isinstance(script, Path) else script for script in scripts)
     ]
     said = [worker.communicate(timeout=120)[1] for worker in workers]
     return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]

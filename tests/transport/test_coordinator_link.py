@@ -15,7 +15,18 @@ from paceline.team.auth import ANSWER, read_authorization, sign_answer
 from paceline.team.coordinator_client import CoordinatorClient
 
 TOKEN = b"0" * 64
-GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal", "verify_steps")
+GIVEN = (
+    "plan",
+    "shares",
+    "save_every",
+    "keep",
+    "checkpoints",
+    "max_steps",
+    "tensorboard",
+    "log_to",
+    "heal",
+    "verify_steps",
+)
 RUN = {
     "script": "train.py",
     "workers": 1,

@@ -206,11 +206,23 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
         ["plan:1: torch.distributed.broadcast_object_list"],
     ),
     (unpickling, "numpy.load(path, allow_pickle=True)", ["plan:1: allow_pickle"]),
+    (unpickling, {"checkpoint.sources.torch_file": "torch.load(path, weights_only=True)"}, []),
+    (
+        unpickling,
+        {"checkpoint.sources.torch_file": "torch.load(path, weights_only=x)\nfrom pickle import load"},
+        [
+            "checkpoint.sources.torch_file:2: pickle.load",
+            "checkpoint.sources.torch_file:1: torch.load",
+            "checkpoint.sources.torch_file:1: weights_only",
+        ],
+    ),
     (
         classes_of_one_name,
         {"plan": "class Cost: ...", "mesh": "class Cost: ...\nclass Other: ..."},
         ["mesh:1: Cost is a class of paceline.plan, too"],
     ),
+    (unpickling, "torch.load(path, weights_only=False)", ["plan:1: torch.load", "plan:1: weights_only"]),
+    (unpickling, "torch.load(path, weights_only=True)\nfrom pickle import UnpicklingError", []),
     (unpickling, "json.load(file)\nctypes.py_object(x)\nsafetensors.torch.load_file(path)", []),
 ]
 

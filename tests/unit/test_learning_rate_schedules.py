@@ -82,3 +82,56 @@ def test_trainer_follows_the_schedule_step_by_step() -> None:
     found = [report.lr for report in trainer(schedule=factor).steps(rows(1, 45, 10), count=6)]
     base = found[0] / factor(0)
     np.testing.assert_allclose(found, [base * factor(step) for step in range(6)], rtol=1e-12)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    "make", [paceline.cosine, paceline.linear, lambda steps, warmup: paceline.wsd(steps, warmup, 3)]
+)
+def test_schedule_without_steps_spans_the_loop(make: Any) -> None:
+    """Two epochs of three steps."""
+    rates = [
+        [report.lr for report in trainer(schedule=make(steps, warmup=2)).steps(rows(1, 45, 10), epochs=2)]
+        for steps in (6, None)
+    ]
+    assert rates[0] == rates[1]
+    assert len(rates[0]) == 6
+
+
+ASKS = "pass steps= to the schedule"
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("train", "text"),
+    [
+        (
+            lambda t: [[*t.steps(rows(1, 45, 10), epochs=1)] for _ in range(2)],
+            f"schedule= has no steps=, and the training has several loops over steps(); {ASKS}",
+        ),
+        (
+            lambda t: [*t.steps(iter(rows(1, 45, 10)), epochs=1)],
+            f"schedule= has no steps=, and the training has no known number of steps; {ASKS}",
+        ),
+        (
+            lambda t: t.step(rows(1, 4, 10)[:]),
+            f"schedule= has no steps=, and the training has no known number of steps; {ASKS}",
+        ),
+        (
+            lambda t: [*t.steps(rows(1, 45, 10), count=2)],
+            "warmup=2 is not a valid number of steps for this schedule; use an integer from 0 to 1",
+        ),
+    ],
+)
+def test_schedule_without_steps_needs_the_length_of_one_loop(train: Any, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        train(trainer(schedule=paceline.cosine(warmup=2)))
+    assert str(caught.value) == text
+
+
+def test_schedule_without_steps_is_no_function_of_the_step() -> None:
+    with pytest.raises(UsageError) as caught:
+        paceline.linear()(3)
+    assert (
+        str(caught.value) == "the schedule has no steps=, so its value depends on more than the step; pass steps= to it"
+    )

@@ -73,7 +73,7 @@ def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
     for report in trainer.steps(data, epochs=3):
         if report.step == 1:  # how many are merged is otherwise a matter of measured time
             if trainer._context.merging._verdict == "merge":
-                trainer._context.merging.size, trainer._context.merging._settled = 4, True
+                trainer._context.merging._settle(4)
             trainer.model.sizes.clear()
     return trainer
 
@@ -311,7 +311,7 @@ def test_model_that_begins_to_draw_random_numbers_ends_merging(draws_at, run):
     for report, step in zip(trainer.steps(rows(13, 160, 10), count=9), steps, strict=True):
         plain.step(step)
         if report.step == 1:
-            trainer._context.merging.size, trainer._context.merging._settled = 4, True
+            trainer._context.merging._settle(4)
         elif report.step == draws_at + 1:  # 16 micro-batches, one by one: of the merged pieces only the first was tried
             assert trainer.model.sizes == [8] + [2] * 16
         elif draws_at + 1 < report.step <= draws_at + 2:

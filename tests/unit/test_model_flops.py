@@ -258,6 +258,7 @@ def test_all_observers_see_the_step_in_which_flops_are_counted(monkeypatch: pyte
         ("NVIDIA H100 PCIe", "data=2 precision=fp16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "precision=bf16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "data=2", None),
+        ("NVIDIA H200", "data=2 precision=fp8", 2 * 989e12),
         ("cpu", "precision=bf16", None),
     ],
 )

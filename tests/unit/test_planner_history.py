@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from paceline.plan import Plan
+from paceline.planner.descriptions import BlockDescription, ModelDescription
 from paceline.planner.history import History, Prediction
 
 ZERO3, DATA = Plan.parse("shard=2 zero=3"), Plan.parse("data=2")
+NET = ModelDescription("Net", (BlockDescription("", 8),), 24)
 
 
 @pytest.fixture
@@ -19,11 +21,19 @@ def test_plans_of_a_kind_are_corrected_by_the_median_of_three(path):
     history = History(path)
     for measured in (2.0, 3.0):
         history.add(Prediction("data=1 shard=2 zero=3", 2, 1.0, 1.0, measured))
-    assert history.correction(ZERO3) == 1.0
+    assert history.correction(ZERO3, NET) == 1.0
     history.add(Prediction("data=2 shard=2 zero=3", 4, 1.0, 1.0, 8.0))
-    assert history.correction(ZERO3) == 3.0
-    assert history.correction(DATA) == 1.0
-    assert History(path).correction(ZERO3) == 3.0
+    assert history.correction(ZERO3, NET) == 3.0
+    assert history.correction(DATA, NET) == 1.0
+    assert History(path).correction(ZERO3, NET) == 3.0
+
+
+def test_a_plan_of_the_same_model_is_corrected_by_its_own_measurements(path):
+    history = History(path)
+    plan = DATA.validate(2)
+    for model, parameters, measured in (("Net", 8, 3.0), ("Net", 9, 7.0), ("Other", 8, 7.0)):
+        history.add(Prediction(str(plan), 2, 2.0, 2.0, measured, model, parameters))
+    assert history.correction(plan, NET) == 1.5
 
 
 def test_the_error_is_that_of_the_corrected_predictions(path):

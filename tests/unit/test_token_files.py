@@ -356,6 +356,24 @@ def test_verify_finds_changed_bytes_and_tokens_out_of_the_vocabulary(tmp_path):
     assert str(caught.value) == f"{tmp_path}/00000.bin does not have the SHA-256 of its index; copy it again"
 
 
+def test_a_file_that_is_shortened_while_it_is_mapped_ends_in_an_error(tmp_path):
+    (tmp_path / "a.bin").write_bytes(some(40_000).tobytes())
+    tokens = Tokens(tmp_path / "a.bin", 4, dtype="uint16")
+    last = tokens[len(tokens) - 1]
+    os.truncate(tmp_path / "a.bin", 8)  # reading the map past it would end the process with SIGBUS
+    with pytest.raises(DatasetError) as caught:
+        tokens[len(tokens) - 1]
+    assert str(caught.value) == (
+        f"{tmp_path}/a.bin was shortened from 80000 to 8 bytes after it was opened; "
+        "write or copy the file again, and start again"
+    )
+    (tmp_path / "b.bin").write_bytes(some(40_000).tobytes())
+    tokens = Tokens(tmp_path / "b.bin", 4, dtype="uint16")
+    assert tokens[0].tolist() == some(40_000)[:5].tolist()
+    (tmp_path / "b.bin").unlink()  # its map stays intact
+    assert tokens[len(tokens) - 1].tolist() == last.tolist()
+
+
 def test_import_of_paceline_imports_no_heavy_modules():
     script = (
         "import sys, paceline\n"

@@ -47,6 +47,25 @@ def test_evaluate_is_exact_in_eval_mode_and_restores_each_mode():
         assert results[1] == {"right": int((model(x).argmax(1) == y).sum()) / 45, "n": 45}
 
 
+@pytest.mark.parametrize("form", ["mean", "sum", "metrics"])
+def test_evaluate_without_a_metric_gives_the_loss(form):
+    """The loss as a mean, as a sum and a count, and with metrics."""
+
+    def loss(output: torch.Tensor, batch: Any) -> Any:
+        total = nn.functional.cross_entropy(output, batch[1], reduction="sum")
+        made = {"mean": total / len(output), "sum": (total, 2 * len(output))}
+        return made.get(form, (total, len(output), accuracy(output, batch)))
+
+    trainer = make_trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.5)).double(), loss)
+    x, y = rows(2, 45, 10).tensors
+    results = trainer.evaluate(rows(2, 45, 10))
+    with torch.no_grad():
+        output = trainer.model.eval()(x)
+    mean = float(nn.functional.cross_entropy(output, y)) / (2 if form == "sum" else 1)
+    right = {"right": int((output.argmax(1) == y).sum()) / 45} if form == "metrics" else {}
+    assert results == {"loss": pytest.approx(mean, rel=1e-12), **right, "n": 45}
+
+
 def test_failed_evaluate_metric_leaves_the_model_in_training():
     trainer = make_trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
     for bad, message in (

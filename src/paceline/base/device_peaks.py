@@ -1,4 +1,7 @@
-"""The peak speeds of GPUs by name, from their makers' data sheets: of dense products of bf16 or fp16 matrices."""
+"""The peak speeds of GPUs by name, from their makers' data sheets: of dense products of bf16 or fp16 matrices.
+
+GPUs that have products of fp8 matrices compute these at twice the speed.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ _PEAKS = (
 
 
 def peak_of(device: str, plan: str) -> float | None:
-    """Returns the peak in operations per second of a device with this name, if the plan computes in bf16 or fp16."""
-    if "precision=bf16" not in plan and "precision=fp16" not in plan:
+    """Returns the peak in operations per second of a device with this name; None if the plan has no precision."""
+    if not any(f"precision={precision}" in plan for precision in ("bf16", "fp16", "fp8")):
         return None
-    names = device.replace("-", " ").split()
-    peaks = (1e12 * peak for words, peak in _PEAKS if all(word in names for word in words.split()))
+    names, factor = device.replace("-", " ").split(), 2e12 if "precision=fp8" in plan else 1e12
+    peaks = (factor * peak for words, peak in _PEAKS if all(word in names for word in words.split()))
     return next(peaks, None)

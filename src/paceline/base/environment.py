@@ -18,6 +18,7 @@ from typing import Any
 from paceline.base.console import shown
 from paceline.errors import UsageError
 
+PROGRESS = ("plain", "rich", "none")  # kinds of progress that a console can show
 MOST = 999_999_999_999  # more of anything than anybody has
 FUNCTION = "paceline.launch.function"  # the module that calls the function of `paceline.launch`
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
@@ -39,9 +40,9 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `heal`: workers whose
-    weights differ take those of a majority; `verify_steps`: one step of so many is computed
-    twice and compared (0: none).
+    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`:
+    how it is shown; `heal`: workers whose weights differ take those of a majority; `verify_steps`: one step of so many
+    is computed twice and compared (0: none).
     """
 
     rank: int = 0
@@ -69,6 +70,8 @@ class World:
     hold: bool = False
     chaos: str = ""
     tensorboard: bool = False
+    log_to: str | None = None
+    progress: str | None = None
     heal: bool = False
     verify_steps: int = 0
     members: tuple[int, ...] = ()
@@ -256,9 +259,18 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
         tensorboard=_flag(env, "PACELINE_TENSORBOARD"),
+        log_to=env.get("PACELINE_LOG_TO") or None,
+        progress=_progress(env),
         heal=_flag(env, "PACELINE_HEAL"),
         verify_steps=parse_verify_steps(env["PACELINE_VERIFY_STEPS"]) if env.get("PACELINE_VERIFY_STEPS") else 0,
     )
+
+
+def _progress(env: Mapping[str, str]) -> str | None:
+    kind = env.get("PACELINE_PROGRESS") or None
+    if kind not in (None, *PROGRESS):
+        raise UsageError(f"PACELINE_PROGRESS={shown(kind)} is not a kind of progress", "use plain, rich or none")
+    return kind
 
 
 def parse_shares(text: str, size: int) -> tuple[float, ...]:

@@ -24,9 +24,10 @@ SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # librari
 MOST = 1 << 20  # bytes of stacks that are read
 STEPS = 15  # that are looked at for the usual one
 # The page's numbers: the descriptor that stacks are written to, once they are; what has been done, counted in any unit;
-# whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one; and
-# those that it waited for rows; and the process that the agent started as this worker, once it knows it.
-WRITES, BEATS, WAITS, FREE, DONE, USUAL, LOADED, PROCESS = range(8)
+# whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one;
+# those that it waited for rows; the process that the agent started as this worker, once it knows it; and the seconds of
+# a usual step in which it did not wait for other workers.
+WRITES, BEATS, WAITS, FREE, DONE, USUAL, LOADED, PROCESS, BUSY = range(9)
 
 
 def is_pulse(descriptor: int | str, pid: int | str = "self") -> bool:
@@ -44,7 +45,8 @@ class Heartbeat:
         self._fd: int | None = None
         self._waiting: dict[int, int] = {}  # by thread, how deep: each writes to its own entry alone
         self._last: float | None = None
-        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)  # seconds, and those of them without waiting
+        self.all_waited, self._waited_before = 0.0, 0.0  # seconds for other workers: until now, and in earlier steps
         self._leave()
 
     def _leave(self) -> None:
@@ -93,15 +95,21 @@ class Heartbeat:
         """An optimizer step has ended."""
         now = time.monotonic()
         if self._last is not None:
-            self._steps.append(now - self._last)
-            self._page[USUAL] = sorted(self._steps)[(len(self._steps) - 1) // 2]  # the median, or the lower one
-        self._last = now
+            passed = now - self._last
+            self._steps.append((passed, max(0.0, passed - (self.all_waited - self._waited_before))))
+            middle = (len(self._steps) - 1) // 2  # the median, or the lower one
+            self._page[USUAL], self._page[BUSY] = (sorted(each)[middle] for each in zip(*self._steps, strict=True))
+        self._last, self._waited_before = now, self.all_waited
         self._page[DONE] += 1.0
         self.beat()
 
     def loaded(self, seconds: float) -> None:
         """So long the rows of a step were waited for."""
         self._page[LOADED] += seconds
+
+    def waited(self, seconds: float) -> None:
+        """So long other workers were waited for."""
+        self.all_waited += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -68,6 +68,7 @@ class StepEvent(TrainerEvent):
     computed: NotRequired[ByWorker | None]
     lanes: NotRequired[dict[RingSlot, Seconds] | None]
     account: NotRequired[By | None]
+    gpu: NotRequired[Real | None]
 
 
 class StartEvent(Journaled):
@@ -338,6 +339,9 @@ class TextEvent(TrainerEvent):
     plan: NotRequired[str]  # that auto has chosen, for so many workers and these words
     workers: NotRequired[Count]
     asked: NotRequired[str]
+    predicted: NotRequired[Amount]  # seconds of a step under that plan
+    tried: NotRequired[Amount]  # the same in its trial
+    memory: NotRequired[Amount]  # bytes of a worker's process, as predicted
 
 
 class LoadedEvent(Journaled):
@@ -355,6 +359,17 @@ class EachEvent(TrainerEvent):
 
     steps: NotRequired[Count | None]
     computed: NotRequired[ByWorker | None]
+
+
+class ModelEvent(TrainerEvent):
+    """The size of a model: elements of parameters and buffers, also by block, and bytes that a worker holds at most."""
+
+    model: NotRequired[str | None]
+    parameters: NotRequired[Count]
+    trained: NotRequired[Count]
+    buffers: NotRequired[Count]
+    held: NotRequired[list[Count]]
+    blocks: NotRequired[list[tuple[str, str, Count, Count, Count]]]
 
 
 class ConfigEvent(TrainerEvent):
@@ -443,6 +458,7 @@ KINDS: dict[str, type] = {
     "loaded": LoadedEvent,
     "each": EachEvent,
     "config": ConfigEvent,
+    "model": ModelEvent,
     "environment": EnvironmentEvent,
     "account": AccountEvent,
     "media": MediumEvent,

@@ -19,6 +19,16 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def address_limit() -> int:
+    """Returns the bytes that this process may address at most, as `ulimit -v` sets them."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
 def advice(plans: Sequence[tuple[str, Sequence[int]]], besides: int, room: int) -> tuple[str, str]:
     """Explains why a worker ran out of memory: returns (what did not fit into its `room`, what to do).
 

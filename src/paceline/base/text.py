@@ -72,6 +72,14 @@ def size_of(count: float) -> str:
     return f"{count:,.0f} PB"
 
 
+def count_of(count: int) -> str:
+    """`812`, `30,522`, `124.4M`, `7.24B`."""
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.4g}{letter}"
+    return f"{count:,}"
+
+
 def rate_of(bytes_: float) -> str:
     """Bytes a second as a network's rate: `94 Mbit/s`."""
     bits = 8 * bytes_ / 1e6

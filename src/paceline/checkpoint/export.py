@@ -34,9 +34,11 @@ from paceline.checkpoint.files import (
     with_ended,
     write_cure,
 )
+from paceline.checkpoint.import_weights import fitted
 from paceline.checkpoint.lazy import Deferred, deferred, float_named
 from paceline.checkpoint.safetensors_file import DTYPES, size_text, tensor_chunks, write_tensors
-from paceline.checkpoint.storage import flush_folder, write_file
+from paceline.checkpoint.sources.folders import is_source, open_source
+from paceline.checkpoint.storage import flush_folder, is_url, write_file
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.communicator import Group
 from paceline.errors import CheckpointError, FormatError, PacelineError, UsageError
@@ -179,10 +181,10 @@ def load(
     step: int | None = None,
     trainer: int = 0,
 ) -> Any:
-    """Reads the weights of a run's checkpoint, on any machine and without workers.
+    """Reads the weights of a run's checkpoint, or of another program, on any machine and without workers.
 
     Args:
-        run: The run folder, or the URL of its checkpoints.
+        run: The run folder, the URL of its checkpoints, or a file or folder that `paceline import` reads.
         model: A model that gets the weights.
         best: Take the best checkpoint that `Trainer.keep_best` has kept, not the newest one.
         step: Take the checkpoint of this step.
@@ -192,26 +194,33 @@ def load(
         The model in eval mode if there is one, else its state dict with tensors on the CPU.
 
     Raises:
-        CheckpointError: The run has no such checkpoint, or it does not fit the model.
-        UsageError: The run has no such trainer, or `best` and `step` were both given.
+        CheckpointError: The run has no such checkpoint, or the weights cannot be read or do not fit the model.
+        UsageError: The run has no such trainer, `best` and `step` were both given, or one of them for another program.
 
     Example:
         >>> model = paceline.load("runs/a", GPT(), best=True)
+        >>> trainer = paceline.Trainer(lambda: paceline.load("pretrained.pt", GPT()).train(), ...)
     """
+    if not is_url(str(run)) and is_source(Path(run)):
+        if best or step is not None or trainer:
+            what = "best=, step= and trainer= choose a checkpoint of a run"
+            raise UsageError(f"{what}, and {in_one_line(run)} comes from another program", "leave them out")
+        return _given(open_source(Path(run))().weights, model, f"the weights of {in_one_line(run)}")
     if best and step is not None:
         raise UsageError("best=True and step= cannot be used together", "use only one of them")
     step, _ = _chosen(run, trainer, step, best)
     checkpoint, source, tree = _weights_in(run, trainer, step, say)
-    state = {name: value.clone() for name, value in unflatten(tree, source.tensors(mapped=True)).items()}
+    state = unflatten(tree, source.tensors(mapped=True))
+    return _given(state, model, f"the weights of step {checkpoint.step} of {in_one_line(run)}")
+
+
+def _given(state: State, model: nn.Module | None, what: str) -> Any:
+    """Returns a copy of the weights, or the model with them."""
     if model is None:
-        return state
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        what = (
-            f"the weights of step {checkpoint.step} of {in_one_line(run)} do not fit {type(model).__name__} ({error})"
-        )
-        raise CheckpointError(what, "build the model as the script that trained it does") from error
+        return {name: value.clone() for name, value in state.items()}
+    what = f"{what} do not fit {type(model).__name__}"
+    cure = "build the model as the script that trained it does"
+    model.load_state_dict(fitted(model, state, what, cure, converts=True))
     return model.eval()
 
 
@@ -345,7 +354,7 @@ def _fill_split(folder: Path, state: State, most: int) -> None:
 
 
 def _fill_dcp(folder: Path, state: State) -> None:
-    """Written by torch itself, in this process alone. Torch pickles the metadata, so we never read this format."""
+    """Written by torch itself, in this process alone."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -56,6 +56,7 @@ class SavedPhase(TypedDict):
     first_epoch: Size
     begun: Size
     inside: NotRequired[dict[str, Any]]
+    stream: NotRequired[dict[str, Any] | None]
 
 
 class SavedGroup(TypedDict):
@@ -71,11 +72,24 @@ class SavedOptimizer(TypedDict):
     state: dict[str, Any]
 
 
+class ImportedOptimizer(TypedDict):
+    """The state of an optimizer of another program.
+
+    `params` are the parameters of each group: their names, or their numbers if the program did not save names. The keys
+    of `state` are the same as text, and `options` are the groups' options.
+    """
+
+    params: list[list[str | Size]]
+    state: dict[str, dict[str, Any]]
+    options: list[dict[str, Any]]
+
+
 class SavedTrainer(TypedDict):
     """The saved state of a trainer; `closed` is the step at which it ended."""
 
     model: NotRequired[dict[str, Any]]
     optimizers: NotRequired[list[SavedOptimizer]]
+    imported_optimizers: NotRequired[list[ImportedOptimizer]]
     schedulers: NotRequired[list[dict[str, Any]]]
     steps: NotRequired[Size]
     grid: NotRequired[tuple[Annotated[int, Meta(ge=1, le=2**53)], Annotated[int, Meta(ge=1, le=2**53)]] | None]
@@ -142,6 +156,12 @@ class Index(TypedDict):
     """The index of a Hugging Face folder with several safetensors files: the file of each tensor."""
 
     weight_map: dict[str, Annotated[str, Meta(pattern="^[^/\\0]+\\.safetensors$")]]
+
+
+class TorchIndex(TypedDict):
+    """The index of a Hugging Face folder with several files of torch.save."""
+
+    weight_map: dict[str, Annotated[str, Meta(pattern="^[^/\\0]+\\.bin$")]]
 
 
 class Mark(TypedDict):

@@ -1,45 +1,47 @@
-"""Imports weights from a safetensors file or a Hugging Face folder as the checkpoint of step 0."""
+"""Imports weights and optimizer states of another program as the checkpoint of step 0."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from paceline.base.console import in_one_line, quoted
-from paceline.base.schema import read_json
 from paceline.base.sharding import ShardingSpec
 from paceline.base.text import plural
 from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
 from paceline.checkpoint.lazy import deferred, float_named
 from paceline.checkpoint.lock import hold_lock
-from paceline.checkpoint.safetensors_file import open_tensors, size_text
+from paceline.checkpoint.safetensors_file import size_text
+from paceline.checkpoint.sources.contents import Contents, described
+from paceline.checkpoint.sources.folders import open_source
 from paceline.checkpoint.tree import flatten
-from paceline.errors import CheckpointError, FormatError, UsageError
+from paceline.errors import CheckpointError, UsageError
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_GIVE = "pass a .safetensors file, or a folder that contains model.safetensors or its index"
-_CONVERT = "load it with the library that wrote it, and save it again as safetensors"
-_AGAIN = "check that you can read it, or copy it again from its source"
 _NAMED = 5
 
 
 def import_model(
-    source: Path, run_dir: Path, renames: Sequence[str] = (), trainer: int = 0, dtype: str | None = None
+    source: Path,
+    run_dir: Path,
+    renames: Sequence[str] = (),
+    trainer: int = 0,
+    dtype: str | None = None,
+    optimizer: bool = True,
 ) -> str:
-    """Writes the weights of `source` as the checkpoint of step 0 in `run_dir`.
+    """Writes the weights of `source`, and its `optimizer` states, as the checkpoint of step 0 in `run_dir`.
 
-    `trainer` is the number of their trainer in the script, from 0. `source` is a .safetensors file, or a folder with
-    one such file or with several and their index. `renames` are prefixes as ``OLD=NEW``; the first that matches a name
-    is applied. `dtype` (bf16, fp16, fp32) converts floating-point weights. Memory stays within the largest tensor and
-    a constant. Returns the text to print. Raises UsageError if the source has another format or an option is wrong,
-    CheckpointError if reading or writing fails or the run already has a checkpoint, LaunchError while the run is
+    `trainer` is the number of their trainer in the script, from 0. `source` is a file of safetensors or of torch.save,
+    or a folder of Hugging Face, Accelerate, torch.distributed.checkpoint or DeepSpeed. Nothing in it is executed.
+    `renames` are prefixes as ``OLD=NEW``; the first that matches a name is applied. `dtype` (bf16, fp16, fp32) converts
+    floating-point weights. Memory stays within the largest tensor and a constant. Returns the text to print: what was
+    imported, and what was not, with the reason. Raises UsageError if the source has another format or an option is
+    wrong, CheckpointError if reading or writing fails or the run already has a checkpoint, LaunchError while the run is
     active.
     """
     kind = float_named(dtype)
@@ -48,15 +50,26 @@ def import_model(
             f"--trainer must be at least 0, got {trainer}",
             "trainers are numbered from 0, in the order the script creates them",
         )
-    files = list(_files(source))
-    names = _renamed(list(_read(files)), renames, source)
+    read = open_source(source)
+    contents = read()
+    rename = _renaming(list(contents.weights), renames, source)
 
     def tree() -> dict[str, Any]:
-        model = {names[name]: tensor for name, tensor in _read(files).items()}
-        return {"trainers": [{}] * trainer + [{"model": model}], "results": []}
+        held = read()
+        held.use_names(rename)
+        saved: dict[str, Any] = {"model": {rename(name): tensor for name, tensor in held.weights.items()}}
+        if optimizer and held.optimizers:
+            saved["imported_optimizers"] = held.optimizers
+        return {"trainers": [{}] * trainer + [saved], "results": []}
 
-    tensors = deferred(lambda: flatten(tree(), "")[0], kind)
-    manifest = {"tree": flatten(tree(), "")[1], "plan": "", "script": "", "workers": 0, "streams": []}
+    def part(of_weights: bool) -> dict[str, Any]:
+        tensors, _ = flatten(tree(), "", live=True)
+        prefix = f"trainers.{trainer}.model."
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix) is of_weights}
+
+    weights, states = deferred(lambda: part(True), kind), deferred(lambda: part(False))
+    skeleton = flatten(tree(), "", live=True)[1]
+    manifest = {"tree": skeleton, "plan": "", "script": "", "workers": 0, "streams": [], "imported": str(source)}
     storage = checkpoints_of(run_dir)
     if list_checkpoints(storage):
         raise CheckpointError(f"{in_one_line(run_dir)} already contains a checkpoint", "import into a new run folder")
@@ -68,62 +81,33 @@ def import_model(
             f"the run folder {in_one_line(run_dir)} could not be created: {error.strerror}", cure
         ) from error
     try:
-        write_checkpoint(storage, 0, tensors, {**manifest, "imported": str(source)})
+        write_checkpoint(storage, 0, {**weights, **states}, manifest)
     finally:
         os.close(lock)
-    size = size_text(sum(tensor.nbytes for tensor in tensors.values()))
-    text = f"{plural(len(tensors), 'tensor')}, {size}" + (f", floating-point values as {dtype}" if dtype else "")
+    size = size_text(sum(tensor.nbytes for tensor in weights.values()))
+    text = f"{plural(len(weights), 'tensor')}, {size}" + (f", floating-point values as {dtype}" if dtype else "")
+    if optimizer and contents.optimizers:
+        text += f", and the optimizer state ({described(contents.optimizers)})"
     done = f"imported {in_one_line(source)} into {in_one_line(run_dir)}: {text}"
-    return f"{done}; `paceline run --run-dir {quoted(str(run_dir))} SCRIPT` starts from these weights"
+    done += f"; `paceline run --run-dir {quoted(str(run_dir))} SCRIPT` starts from these weights"
+    return "\n".join([done, *_notes(contents)])
 
 
-def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Each safetensors file of the source, and the names of the tensors to read from it (None: all)."""
-    if not source.exists():
-        raise UsageError(f"{in_one_line(source)} does not exist", _GIVE)
-    if source.is_file():
-        if source.suffix != ".safetensors":
-            raise UsageError(
-                f"{in_one_line(source)} is not a .safetensors file; other formats are not read: they may run code",
-                _CONVERT,
-            )
-        yield source, None
-    elif (source / _INDEX).exists():
-        from paceline.checkpoint.file_types import Index  # needs msgspec
-
-        by_file: dict[str, list[str]] = {}
-        try:
-            for name, file in read_json(source / _INDEX, Index, str(source / _INDEX), _AGAIN)["weight_map"].items():
-                by_file.setdefault(file, []).append(name)
-        except FormatError as error:
-            raise CheckpointError(error.what, error.cure) from error
-        except OSError as error:
-            raise CheckpointError(f"{source / _INDEX} could not be read: {error.strerror}", _AGAIN) from error
-        yield from ((source / file, names) for file, names in by_file.items())
-    elif (source / _SINGLE).exists():
-        yield source / _SINGLE, None
-    elif others := sorted(path.name for path in source.glob("*.bin*")):
-        raise UsageError(
-            f"{in_one_line(source)} stores its weights in {others[0]}, which may run code when it is loaded", _CONVERT
-        )
-    else:
-        raise UsageError(f"{in_one_line(source)} contains neither {_SINGLE} nor {_INDEX}", _GIVE)
+def _notes(contents: Contents) -> list[str]:
+    """Lines about what was removed from names, and about what was not taken."""
+    removed = ", ".join(sorted(contents.removed))
+    notes = [f"removed from the names: {in_one_line(removed)} (--map =PREFIX puts a prefix before them)"] * bool(
+        removed
+    )
+    for reason, names in contents.left_out.items():
+        notes.append(f"not taken: {in_one_line(', '.join(names))} ({in_one_line(reason)})")
+    return notes
 
 
-def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Tensor]:
-    """Memory-maps every tensor of the source, by its name there."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path, names in files:
-        try:
-            with open_tensors(path) as file:
-                tensors |= {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
-        except (OSError, SafetensorError, UnicodeEncodeError) as error:  # the last: no tensor can have such a name
-            raise CheckpointError(f"{path} could not be read: {error}", _AGAIN) from error
-    return tensors
-
-
-def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict[str, str]:
-    """Applies `renames` to the names in the source; returns {name in the source: name in the run}."""
+def _renaming(names: Sequence[str], renames: Sequence[str], source: Path) -> Callable[[str], str]:
+    """Returns the function that applies `renames` to a name. Raises UsageError if one of them matches no weight, or if
+    two weights get the same name.
+    """
     pairs = [text.partition("=") for text in renames]
     for text, (old, equals, _) in zip(renames, pairs, strict=True):
         if not equals:
@@ -133,15 +117,17 @@ def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict
         if not any(name.startswith(old) for name in names):
             what = f"--map {text} matches no tensor: no name in {in_one_line(source)} begins with {old}"
             raise UsageError(what, f"the names are {_shorten_list(sorted(names))}")
+
+    def rename(name: str) -> str:
+        old, new = next(((old, new) for old, _, new in pairs if name.startswith(old)), ("", ""))
+        return new + name[len(old) :]
+
     made: dict[str, str] = {}
     for name in names:
-        old, new = next(((old, new) for old, _, new in pairs if name.startswith(old)), ("", ""))
-        made[name] = new + name[len(old) :]
-    origin = {new: name for name, new in made.items()}
-    for name, new in made.items():
-        if origin[new] != name:
-            raise UsageError(f"--map gives {name} and {origin[new]} the same name {new}", "choose other prefixes")
-    return made
+        if made.setdefault(rename(name), name) != name:
+            what = f"--map gives {name} and {made[rename(name)]} the same name {rename(name)}"
+            raise UsageError(what, "choose other prefixes")
+    return rename
 
 
 def _shorten_list(items: Sequence[str]) -> str:
@@ -168,6 +154,22 @@ def adopted(
     under each name. Raises CheckpointError if names, shapes or dtypes differ from the model's, and lists up to five of
     each kind.
     """
+    what = f"the weights imported from {in_one_line(source)} do not fit the model of trainer {trainer}"
+    cure = "import them again into a new run folder: use --map where names differ, --dtype where dtypes differ"
+    return fitted(model, weights, what, cure, cuts, bf16_weights)
+
+
+def fitted(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    what: str,
+    cure: str,
+    cuts: Mapping[str, ShardingSpec] = MappingProxyType({}),
+    converts: bool = False,
+) -> dict[str, Any]:
+    """Returns `weights` with all names of tied ones, as `adopted` does. If the model `converts` them, floating-point
+    dtypes may differ. `what` and `cure` are the text of the error.
+    """
     wanted: dict[str, Any] = model.state_dict(keep_vars=True)
     ties: dict[int, list[str]] = {}
     for name, value in wanted.items():
@@ -180,13 +182,12 @@ def adopted(
         untied += [f"{name} and {given[0]}" for name in given[1:] if not _equal(weights[name], weights[given[0]])]
     for name in sorted(completed.keys() & wanted.keys()):
         parameter, weight = wanted[name], completed[name]
-        converted = bf16_weights and weight.is_floating_point()
+        converted = converts and weight.is_floating_point()
         if isinstance(parameter, torch.Tensor) and parameter.dtype != weight.dtype and not converted:
             dtypes.append(f"{name} ({weight.dtype} instead of {parameter.dtype})".replace("torch.", ""))
     kinds = _other_names_and_shapes(wanted, completed, cuts)
     kinds |= {"wrong dtype": dtypes, "tied in the model but not equal": untied}
-    cure = "import them again into a new run folder: use --map where names differ, --dtype where dtypes differ"
-    _refuse(f"the weights imported from {in_one_line(source)} do not fit the model of trainer {trainer}", kinds, cure)
+    _refuse(what, kinds, cure)
     return completed
 
 

@@ -253,10 +253,10 @@ def unpack(data: torch.Tensor, copy: bool = True) -> Any:
 
     Raises FormatError if the bytes are incomplete or have another format, CheckpointError if a value cannot be read.
     """
-    length = int.from_bytes(bytes(data[:8].tolist()), "little")
+    length = int.from_bytes(data[:8].numpy().tobytes(), "little")
     if length % 8:
         raise damaged("tree", "another worker", "it begins with an invalid length")
-    skeleton, shapes = decode_message(bytes(data[8 : 8 + length].tolist()), "tree", "another worker")
+    skeleton, shapes = decode_message(data[8 : 8 + length].numpy().tobytes(), "tree", "another worker")
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
         with reading():

@@ -11,12 +11,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.base.console import command_line, in_one_line, say, shown
-from paceline.base.environment import parse_whole
+from paceline.base.environment import PROGRESS, parse_whole
 from paceline.base.schema import read_file
 from paceline.base.text import parse_size
 from paceline.cli.run_commands import late, returning, showing
@@ -107,7 +108,29 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
     return LaunchOptions(script=find_module(script) if module else script, module=name, **options)
 
 
-def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options: Any) -> int | str:
+def _configured(words: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The options of `paceline run`, with those of the file of `--config` under them, and the unknown words."""
+    from paceline.launch.run_config import RunConfig, script_part  # not with every run
+
+    if options["config"] is None:
+        raise UsageError("--set needs --config", "pass the configuration file that it changes")
+    file = RunConfig.read(options["config"])
+    try:
+        parsed, unknown = _parser("run").parse_known_args(["run", *file.words, *words[1:]])
+    except UsageError as error:
+        raise UsageError(f"{in_one_line(file.path)}: {error.what}", error.cure) from error
+    options = vars(parsed)
+    if options["script"] is None:
+        options |= {"script": file.script, "module": options["module"] or file.module}
+    if not options["arguments"] and file.arguments is not None:
+        options |= {"arguments": [*file.arguments], "separated": True}
+    part = script_part(file.with_settings(options["settings"]), file.path)
+    return options | {"config": part}, unknown
+
+
+def _run(
+    take_over: Path | None, raw: bool, max_restarts: int | None, settings: Sequence[str], **options: Any
+) -> int | str:
     if take_over is not None:
         if raw:
             raise refusal(*REFUSED["take_over"])
@@ -116,16 +139,17 @@ def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options:
         max_restarts = 0 if raw else LaunchOptions.max_restarts
     launched = _launched(raw=raw, max_restarts=max_restarts, **options)
     if "auto" in (launched.plan or "").split():
-        from paceline.launch.auto import with_chosen_plan
+        from paceline.launch.auto import launch_with_chosen_plan
 
-        launched = with_chosen_plan(launched)
+        return launch_with_chosen_plan(launched)
     return launch(launched)
 
 
+INSIDE = "python", "cwd", "setup", "env", "engine"  # options that say how programs start on other hosts
 FAR = (
     *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
-    *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
+    *("workers_per_host", "listen", "dry_run", *INSIDE),
 )
 
 
@@ -164,6 +188,13 @@ def _plan(workers: int | None, **options: Any) -> str:
 
     memory, kept, allowed = (options.pop(name) for name in ("memory", "kept", "allowed"))
     shows = {name: options.pop(name) for name in ("form", "svg", "explained")}
+    hosts, given = options.pop("hosts"), {name: options.pop(name) for name in INSIDE}
+    if hosts is not None:
+        from paceline.launch.engines.rehearse import rehearsal_on
+
+        where = rehearsal_on(hosts, workers, **given)
+        shows["launcher"] = ("launch", "ssh", "--hosts", hosts)
+        workers = where.workers
     question = Question(
         options.pop("tries"),
         options.pop("steps"),
@@ -172,6 +203,8 @@ def _plan(workers: int | None, **options: Any) -> str:
         parse_allowed(allowed),
         machines=options.pop("machines"),
     )
+    if hosts is not None:
+        question = replace(question, rehearse=where.run, hosts=where.counts)
     return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, **shows)
 
 
@@ -219,10 +252,15 @@ def _weights(add: Callable[..., Any]) -> None:
         "examples:\n"
         "  paceline import model.safetensors runs/b\n"
         "  paceline import gpt2/ runs/b --map transformer.= --dtype fp32\n"
+        "  paceline import lightning_logs/version_0/checkpoints/last.ckpt runs/b\n"
+        "  paceline import dcp_folder/ runs/b --no-optimizer\n"
         "  paceline run --run-dir runs/b --workers 4 train.py            starts from them, at step 0",
-        "Reads only safetensors. Names, shapes and dtypes are compared when the script creates its model.",
+        "Reads files of safetensors, torch.save and Lightning, and folders of Hugging Face, Accelerate,"
+        " torch.distributed.checkpoint and DeepSpeed. Optimizer states come along. Nothing in these files is executed,"
+        " and everything that is not taken is listed. Names, shapes and dtypes are compared when the script creates its"
+        " model.",
     )
-    option("source", type=Path, metavar="SOURCE", help=".safetensors file, or folder in Hugging Face's layout")
+    option("source", type=Path, metavar="SOURCE", help="file or folder that another program has written")
     option("run_dir", type=Path, metavar="RUN", help="run folder to create")
     option(
         "--map",
@@ -232,6 +270,7 @@ def _weights(add: Callable[..., Any]) -> None:
         metavar="OLD=NEW",
         help="rename a prefix of parameter names; repeatable",
     )
+    option("--no-optimizer", dest="optimizer", action="store_false", help="import only the weights")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
     option("--trainer", least=0, default=0, help="number of the trainer in the script, from 0 (default 0)")
     option = add(
@@ -387,6 +426,11 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         help="stop with a checkpoint after this time, as 3h or 90m (default: two minutes before a Slurm job ends)",
     )
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
+    option(
+        "--log-to",
+        metavar="NAME[:TARGET],...",
+        help="log to wandb, mlflow, trackio, comet, csv, tensorboard or otlp (see docs/howto/loggers.md; default: off)",
+    )
     option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
     _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
@@ -403,6 +447,19 @@ def _verifying(option: Callable[..., Any]) -> None:
         "--verify-steps",
         metavar="1%|N",
         help="compute 1%% of the steps, or one step of N, a second time on another worker, and compare (default: none)",
+    )
+
+
+def _reading(option: Callable[..., Any]) -> None:
+    """Adds the options of a run that is described in a file."""
+    option("--config", type=Path, metavar="FILE", help="options, script and its configuration, in YAML, TOML or JSON")
+    option(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change a value of the script's configuration in that file; repeatable",
     )
 
 
@@ -571,6 +628,16 @@ def _far(option: Callable[..., Any], engine: str) -> None:
             help="address at which the others reach the first host (default: found automatically)",
         )
         _served(option, "from the first host")
+    _inside(option, engine, default_python, default_folder)
+    option("--dry-run", action="store_true", help="print what would be started, without starting it")
+    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
+    _running(option)
+    option("script", nargs="?", help="training script")
+    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _inside(option: Callable[..., Any], engine: str, default_python: str, default_folder: str) -> None:
+    """Adds the options that say how the program is started on other hosts."""
     option("--python", metavar="PATH", help=f"Python on the hosts (default: {default_python})")
     option("--cwd", metavar="DIR", help=f"folder to run in (default: {default_folder})")
     option("--setup", metavar="SHELL", help="shell command to run first on each host, like 'module load cuda'")
@@ -582,11 +649,6 @@ def _far(option: Callable[..., Any], engine: str) -> None:
         help="environment variable for the workers; repeatable",
     )
     option("--engine", default="", allow_empty=True, metavar="OPTIONS", help=f"options passed to {engine} unchanged")
-    option("--dry-run", action="store_true", help="print what would be started, without starting it")
-    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
-    _running(option)
-    option("script", nargs="?", help="training script")
-    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _explaining(add: Callable[..., Any]) -> None:
@@ -618,14 +680,19 @@ def _planning(add: Callable[..., Any]) -> None:
         "examples:\n"
         "  paceline plan train.py --workers 4\n"
         '  paceline plan train.py --workers 8 --keep "precision=bf16 micro=4" -- --size large\n'
-        "  paceline plan train.py --allow lossy,local --try 5 --json > plans.json",
-        "The first line of the answer is the command to train with. The script trains a few steps under its own plan, "
-        "which is measured; all other plans are predicted from that, and the best ones are tried for a few steps. "
-        "Nothing of these trials is kept.",
+        "  paceline plan train.py --allow lossy,local --try 5 --json > plans.json\n"
+        "  paceline plan train.py --hosts a,b:2                             workers on hosts reached by ssh",
+        "The first line of the answer is the command to train with. The blocks of the model and the links are "
+        "measured, and all plans are predicted from that; the best ones that fit are tried for a few steps. Nothing of "
+        "these trials is kept.",
     )
     option(
         "--workers", least=1, metavar="N", help="number of workers (default: the GPUs, or the CPU cores, of this host)"
     )
+    option(
+        "--hosts", metavar="A,B:2,..", help="hosts, as ssh accepts them; HOST:N sets the number of workers (default 1)"
+    )
+    _inside(option, "ssh", *("the path of this one",) * 2)
     option("--try", dest="tries", least=0, default=3, metavar="K", help="plans to try (default 3; 0: only predict)")
     option("--steps", least=1, default=8, metavar="S", help="steps to measure in each trial (default 8)")
     option("--memory", metavar="SIZE", help="memory that a worker may take (default: its part of the host's)")
@@ -708,6 +775,8 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     )
     _several_hosts(option)
     _running(option, None, RAW_RESTARTS)
+    option("--progress", choices=PROGRESS, help="show progress as lines, as a bar or not at all (default: by terminal)")
+    _reading(option)
     option("--shares", metavar="A,B,..", help="shares of unequal workers, like 3,1 (default: measured)")
     option("--against", metavar="RUN", help="finished run to compare the speed with in the report")
     _served(option)
@@ -815,6 +884,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             words[at : at + 2] = [f"--shares={words[at + 1]}"]
         parsed, unknown = _parser(next(iter(words), None)).parse_known_args(words)
         options = vars(parsed)
+        if words[0] == "run" and (options["config"] is not None or options["settings"]):
+            options, unknown = _configured(words, options)
         command, usage = options.pop("command"), options.pop("usage")
         if unknown and words[0] == "explain" and options["script"] is None and unknown[0][0] != "-":
             options["script"] = unknown.pop(0)  # argparse looks for it before the options alone
@@ -824,7 +895,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options["arguments"] = script_arguments
         elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
             del options["arguments"][0]
-        elif "--" not in words:
+        elif "--" not in words and "separated" not in options:
             _refuse_misplaced(usage(), **options)
         if "--" in words and options.get("arguments") and (words[0] == "run" or words[0].startswith("launch ")):
             options["separated"] = True  # argparse may have removed it

@@ -321,7 +321,9 @@ class ProgressEngine:
             self._waiters.discard(me)
             if not self._waiters and self._queues:
                 self._wanted.set()
-        owner.add_waited(operation, time.perf_counter() - began)
+        waited = time.perf_counter() - began
+        owner.add_waited(operation, waited)
+        HEARTBEAT.waited(waited)
         HEARTBEAT.beat()
 
     @staticmethod

@@ -96,6 +96,7 @@ NAMES = [
     PrivateName("torch.utils._pytree.tree_unflatten", "the same"),
     PrivateName("torch.utils.data._utils.collate.collate_tensor_fn", "collate without copying through shared memory"),
     PrivateName("torch.utils.data._utils.collate.default_collate_fn_map", "the types that torch's collation knows"),
+    PrivateName("torch.cuda.memory._dump_snapshot", "lists the allocations of a GPU when its memory runs out"),
     PrivateName("torch.mps._get_default_mps_generator", "save and restore the generator of Apple GPUs"),
     # -- autograd and modes -------------------------------------------------------------------------------------
     PrivateName("torch.autograd._get_sequence_nr", "which module made a node of the graph"),
@@ -120,6 +121,12 @@ NAMES = [
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "the same"),
     PrivateName("torch._C._current_graph_task_id", "whether a backward is running"),
     PrivateName("torch._ops.HigherOrderOperator", "refuse what compiled code with tensor= and context= cannot have"),
+    PrivateName(
+        "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        "see its operator in a mode",
+        ("2.13",),
+    ),
+    PrivateName("torch._dynamo.config.recompile_limit", "compile this operator for any number of masks", ("2.13",)),
     PrivateName("torch._dynamo.exc.TorchDynamoException", "explain why code cannot be compiled"),
     PrivateName("torch.compiler.disable()._torchdynamo_disable", "the same, for methods that torch.compile inlines"),
     # -- modules and schedulers ---------------------------------------------------------------------------------
@@ -143,6 +150,10 @@ NAMES = [
     PrivateName("torch.optim.lr_scheduler.SequentialLR()._schedulers", "scale the rates of schedulers inside one"),
     PrivateName("torch.optim.lr_scheduler.LRScheduler()._last_lr", "scale the rate that a scheduler goes on from"),
     PrivateName("torch.optim.Optimizer()._opt_called", "no warning of a scheduler whose optimizer steps elsewhere"),
+    # -- checkpoints of other programs --------------------------------------------------------------------------
+    PrivateName("torch._weights_only_unpickler.load", "read the metadata of torch.distributed.checkpoint safely"),
+    PrivateName("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "a class that it may contain"),
+    PrivateName("torch.distributed.checkpoint.filesystem._StorageInfo", "the same"),
     # -- fully_shard --------------------------------------------------------------------------------------------
     PrivateName("torch.distributed.tensor.DTensor._local_tensor", "the rows that are here; to_local() is recorded"),
     PrivateName("torch.distributed.tensor.DTensor._op_dispatcher", "a number read of pieces is that of the whole"),

@@ -84,6 +84,8 @@ class TrainingJob:
     whole_copies: bool = False  # whether `local_params` are full copies of sharded parameters
     owned_cuts: dict[str, ShardingSpec] = field(default_factory=dict)  # of parameters that one worker updates in full
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of full parameters, under all of their names
+    # Whether it is trained. Otherwise it is probed: it takes no memory for gradients, and nothing is compared.
+    trains: bool = True
     assembled: bool = False  # whether this worker has the full model now, for a comparison with the stages
     passing: bool = False  # whether a forward runs through a pipeline stage now
     shard_index: int = 0
@@ -153,6 +155,11 @@ class TrainingJob:
     def bf16_weights(self) -> bool:
         """Whether weights and gradients are in bfloat16, and optimizers hold float32 tensors."""
         return (self.precision or "").startswith("bf16:pure")
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether float32 copies of bfloat16 weights are kept between updates."""
+        return self.bf16_weights and not (self.precision or "").endswith("stochastic")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""

@@ -2,7 +2,8 @@
 
 Pass one of these to `schedule=` of the Trainer. Each warms up linearly over `warmup` steps, starting at
 1 / (warmup + 1), so that no step has a rate of zero; after `steps` steps the last factor stays. Each is the same as
-torch's SequentialLR of a LinearLR and torch's scheduler of that kind.
+torch's SequentialLR of a LinearLR and torch's scheduler of that kind. Without `steps`, the length is that of the
+training: the loop over `trainer.steps()` gives it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 
@@ -39,14 +40,54 @@ def _warmed(steps: int, warmup: int, then: Factor) -> Factor:
     return factor
 
 
-def cosine(steps: int, warmup: int = 0, floor: float = 0.0) -> Factor:
+@dataclass(frozen=True)
+class OverTraining:
+    """A schedule without `steps=`: `factor_of(steps)` returns the factor for a training of so many steps."""
+
+    warmup: int
+    factor_of: Callable[[int], Factor]
+
+    def __call__(self, step: int) -> float:
+        """Raises UsageError: only a Trainer can use the schedule."""
+        raise UsageError("the schedule has no steps=, so its value depends on more than the step", "pass steps= to it")
+
+
+class OverTrainingLR(LambdaLR):
+    """The scheduler of a schedule without `steps=`. Its state in checkpoints has the number of steps."""
+
+    training_steps: int | None = None  # on the class: a state that was saved before it was set does not unset it
+
+    def __init__(self, optimizer: Optimizer, schedule: OverTraining) -> None:
+        _checked("warmup", 0, schedule.warmup, math.inf)
+        first = 1 / (schedule.warmup + 1)  # for step 0, whatever the length
+
+        def factor(step: int) -> float:
+            return first if self.training_steps is None else schedule.factor_of(self.training_steps)(step)
+
+        super().__init__(optimizer, factor)
+
+
+def set_training_steps(schedulers: Sequence[LRScheduler], steps: int | None, loops: int) -> None:
+    """Gives the number of steps to schedulers without `steps=`. Raises UsageError if the training has several `loops`,
+    or none with a known number of steps.
+    """
+    for scheduler in (one for one in schedulers if isinstance(one, OverTrainingLR)):
+        if steps is None or loops > 1:
+            why = "several loops over steps()" if loops > 1 else "no known number of steps"
+            raise UsageError(f"schedule= has no steps=, and the training has {why}", "pass steps= to the schedule")
+        scheduler.training_steps = steps
+        scheduler.lr_lambdas[0](0)  # raises if it is too short for the warmup
+
+
+def cosine(steps: int | None = None, warmup: int = 0, floor: float = 0.0) -> Factor:
     """Cosine schedule with linear warmup: ``floor + (1 - floor) * (1 + cos(pi * t / T)) / 2``.
 
     `t` counts steps after the warmup, and T = steps - warmup. It is torch's CosineAnnealingLR with eta_min = floor * lr
     (Loshchilov and Hutter, SGDR, ICLR 2017, without restarts).
 
     Args:
-        steps: Optimizer steps of the whole training.
+        steps: Optimizer steps of the whole training. Without it, those of the loop over `trainer.steps()`; the training
+            has one loop then.
         warmup: Steps in which the factor rises from 0 to 1.
         floor: The factor at the end, from 0 to 1.
 
@@ -55,35 +96,43 @@ def cosine(steps: int, warmup: int = 0, floor: float = 0.0) -> Factor:
     """
     if not 0 <= floor <= 1:
         raise UsageError(f"floor= must be a number from 0 to 1, got {floor!r}", "pass a fraction of the learning rate")
+    if steps is None:
+        return OverTraining(warmup, lambda length: cosine(length, warmup, floor))
     return _warmed(steps, warmup, lambda t: floor + (1 - floor) * (1 + math.cos(math.pi * t / (steps - warmup))) / 2)
 
 
-def linear(steps: int, warmup: int = 0) -> Factor:
+def linear(steps: int | None = None, warmup: int = 0) -> Factor:
     """Linear decay to 0 with linear warmup: ``1 - t / T``, with `t` steps after the warmup and T = steps - warmup.
 
     Args:
-        steps: Optimizer steps of the whole training.
+        steps: Optimizer steps of the whole training. Without it, those of the loop over `trainer.steps()`; the training
+            has one loop then.
         warmup: Steps in which the factor rises from 0 to 1.
 
     Raises:
         UsageError: A number is out of range.
     """
+    if steps is None:
+        return OverTraining(warmup, lambda length: linear(length, warmup))
     return _warmed(steps, warmup, lambda t: 1 - t / (steps - warmup))
 
 
-def wsd(steps: int, warmup: int, decay: int) -> Factor:
+def wsd(steps: int | None, warmup: int, decay: int) -> Factor:
     """Warmup, stable, decay: the factor is 1 until the last `decay` steps, in which it falls linearly to 0.
 
     Hu et al., MiniCPM, 2024 (arXiv:2404.06395), which leaves the form of the decay open.
 
     Args:
-        steps: Optimizer steps of the whole training.
+        steps: Optimizer steps of the whole training. Without it, those of the loop over `trainer.steps()`; the training
+            has one loop then.
         warmup: Steps in which the factor rises from 0 to 1.
         decay: Steps of the decay, at most steps - warmup.
 
     Raises:
         UsageError: A number is out of range.
     """
+    if steps is None:
+        return OverTraining(warmup, lambda length: wsd(length, warmup, decay))
     factor = _warmed(steps, warmup, lambda t: min(1.0, (steps - warmup - t) / decay))
     _checked("decay", 1, decay, steps - warmup)
     return factor

@@ -43,7 +43,7 @@ class ModelSkeleton:
     """A copy of a model without values. It shares with the model what is neither a module nor a tensor."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = _Copy().of(model)
+        self._model = copied(model, _without_values)
 
     def count(self, forward: Callable[[nn.Module, Any], Any], batch: Any, rows: int) -> ModelFlops:
         """Counts the operations of a micro-batch of so many rows, with the script's `forward(model, batch)`."""
@@ -94,11 +94,17 @@ class _Names(TorchDispatchMode):
         return tuple(sorted(name for name in self._seen if any(part in name for part in _UNCOUNTED)))
 
 
-class _Copy:
-    """Copies modules, and the containers and methods that refer to them; tensors become tensors without values."""
+def copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Returns a copy of a model whose tensors are what `make` returns for the model's."""
+    made: nn.Module = _Copy(make).of(model)
+    return made
 
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
+
+class _Copy:
+    """Copies modules, and the containers and methods that refer to them; `make` copies tensors."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._make, self._made = make, dict[int, Any]()
         self._kept: list[Any] = []  # so that no identity is used again
 
     def of(self, value: Any) -> Any:
@@ -107,7 +113,7 @@ class _Copy:
             return self._made[id(value)]
         self._kept.append(value)
         if isinstance(value, torch.Tensor):
-            made: Any = _without_values(value)
+            made: Any = self._make(value)
         elif isinstance(value, nn.Module):
             made = self._made[id(value)] = object.__new__(type(value))
             vars(made).update({name: self.of(entry) for name, entry in vars(value).items()})

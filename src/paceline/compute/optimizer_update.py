@@ -47,11 +47,13 @@ class OptimizerUpdate:
         self._copies: list[CpuOffloadedParams | FullParameterCopies | OwnedParameters] = []
         self._widened: MasterWeights | None = None
         self._int8_states: list[Int8States] = []
-        if job.bf16_weights:
+        if job.bf16_weights and job.trains:
             self._widened = self._widen()
         elif job.offload:
             self._offload(dict(zip(job.local_params, self.rows, strict=True)))
         self.params = list(job.local_params.values())
+        # Whether the gradients are those of the last step; times `to_mean` they are its mean before clipping.
+        self.has_gradients, self.to_mean = False, 1.0
         self._looks = True  # whether to check the optimizers' state after the next update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.local_params.items()]}
@@ -124,15 +126,17 @@ class OptimizerUpdate:
         """Updates the weights. `norm` is the norm of the mean gradient, for clipping. If the loss counted nothing in
         the global batch, the optimizers do nothing, but the schedule advances.
         """
+        self.has_gradients = agreed.count > 0
         if agreed.count > 0:
             # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
-            factor = options.expected / agreed.count
+            mean = factor = options.expected / agreed.count
             if self.job.clip_norm is not None:
                 factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
             if factor != 1.0 and self._widened is None:
                 grads = [*self.grad_buffers.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
                 if grads:
                     torch._foreach_mul_(grads, factor)
+            self.to_mean = mean / factor if self._widened is None else mean
             for number in agreed.unused:
                 self.rows[number].grad = None
             with ExitStack() as stack:
@@ -194,6 +198,7 @@ class OptimizerUpdate:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned, from shards or full tensors. Raises UsageError if the optimizers differ."""
+        self.has_gradients = False
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):

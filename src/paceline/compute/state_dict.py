@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -118,19 +119,23 @@ def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
     """
     kept = total = 0.0
     for one in optimizers:
-        bytes_, state = sum(p.nbytes for g in one.param_groups for p in g["params"]), _probe_state(one)
+        bytes_, state = sum(p.nbytes for g in one.param_groups for p in g["params"]), probe_state(one)
         each = 2.0 if state is None else sum(value.numel() for value in state.values() if value.dim()) / _SIDE**2
         kept, total = kept + each * bytes_, total + bytes_
     return kept / total if total else 0.0
 
 
-def _probe_state(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+def probe_state(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     """State tensors after one step of an optimizer of the same class on a small parameter; None if that fails."""
     probe = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=torch.float32))
     probe.grad = torch.zeros_like(probe)
     try:
         with torch.random.fork_rng(devices=[]):  # it may draw
-            made = type(optimizer)([probe], **optimizer.defaults)
+            # A class may have defaults of its base that it does not take as arguments, as AdamW has.
+            taken = inspect.signature(type(optimizer)).parameters
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in taken}
+            made = type(optimizer)([probe], **options)
             made.step()
     except PROBE_ERRORS:  # the class needs other arguments
         return None
@@ -190,9 +195,9 @@ def _own_pieces(
     if not cuts:
         return packed
     single = any(not cut.shape for cut in cuts.values())
-    probe_state = _probe_state(optimizer) if single else None
+    probe = probe_state(optimizer) if single else None
     # For a parameter without dimensions, a count of steps has the same shape as the state of its element.
-    others = {"step"} if probe_state is None else {key for key, value in probe_state.items() if value.dim() == 0}
+    others = {"step"} if probe is None else {key for key, value in probe.items() if value.dim() == 0}
 
     def cut(name: str, key: str, value: Any) -> Any:
         spec = cuts.get(name)

@@ -570,7 +570,7 @@ class LogitsTiling:
 
     def _forward(self, model: nn.Module, batch: Any) -> Any:
         is_training = model is self._job.model and model.training and torch.is_grad_enabled()
-        if is_training and not self._is_compared and (self._job.assembled or not self._staged):
+        if is_training and self._job.trains and not self._is_compared and (self._job.assembled or not self._staged):
             self._is_compared = True
             self._compare(model, batch)
         return self._run(model, batch)

@@ -6,35 +6,50 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.image_folder import ImageFolder as ImageFolder
     from paceline.data.json_lines import JsonLines as JsonLines
+    from paceline.data.litdata import LitDataRows as LitDataRows
+    from paceline.data.mds import MDSRows as MDSRows
     from paceline.data.mixing import Mix as Mix
     from paceline.data.mixing import mix as mix
     from paceline.data.packing import PackedDocuments as PackedDocuments
     from paceline.data.packing import document_mask as document_mask
     from paceline.data.parquet import ParquetRows as ParquetRows
+    from paceline.data.row_stream import Stream as Stream
     from paceline.data.sampling import ClassBalancedOrder as ClassBalancedOrder
     from paceline.data.sampling import WeightedOrder as WeightedOrder
     from paceline.data.tokens import Tokens as Tokens
+    from paceline.data.webdataset import WebDatasetRows as WebDatasetRows
 
 # Where they are: they are imported when first used, as numpy takes its time.
 _MODULES = {
     "ClassBalancedOrder": "sampling",
+    "ImageFolder": "image_folder",
     "JsonLines": "json_lines",
+    "LitDataRows": "litdata",
+    "MDSRows": "mds",
     "Mix": "mixing",
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
+    "Stream": "row_stream",
     "Tokens": "tokens",
+    "WebDatasetRows": "webdataset",
     "WeightedOrder": "sampling",
     "document_mask": "packing",
     "mix": "mixing",
 }
 __all__ = [
     "ClassBalancedOrder",
+    "ImageFolder",
     "JsonLines",
+    "LitDataRows",
+    "MDSRows",
     "Mix",
     "PackedDocuments",
     "ParquetRows",
+    "Stream",
     "Tokens",
+    "WebDatasetRows",
     "WeightedOrder",
     "document_mask",
     "mix",

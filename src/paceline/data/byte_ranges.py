@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,69 @@ from paceline.checkpoint.storage import failures
 from paceline.errors import DatasetError, UsageError, first_line
 
 Span = tuple[str, int, int]  # file, first byte, end
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_COMPRESSED = {b"\x1f\x8b": "gunzip -k", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2 -k", b"\xfd7zXZ": "unxz -k"}
+_MARKS = (
+    "ETag",
+    "etag",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+    "updated",
+)  # of a file's change, in fsspec's infos
+
+
+def find_files(
+    files: Paths, options: Mapping[str, Any] | None, cure: str
+) -> list[tuple[LocalFiles | RemoteFiles, str]]:
+    """Returns the files that paths, URLs and patterns (``a/*.tar``, ``a-{00..12}.tar``) name, each with its store."""
+    named, stores = list[tuple[LocalFiles | RemoteFiles, str]](), dict[str, LocalFiles | RemoteFiles]()
+    for pattern in _texts(files):
+        kind = pattern if "::" in pattern else pattern.partition("://")[0] if "://" in pattern else ""
+        if kind not in stores:  # one store for all files of a kind, whose ranges are read in parallel
+            stores[kind] = open_files(pattern, options, cure)
+        store = stores[kind]
+        for one in _expand_braces(pattern):
+            named += [(store, path) for path in store.find(one)]
+    return named
+
+
+def names_of(files: Paths) -> str:
+    """Returns the paths and patterns for an error."""
+    return ", ".join(_texts(files)) or "an empty list"
+
+
+def _texts(files: Paths) -> list[str]:
+    return [os.fspath(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Returns the texts that a pattern with braces stands for, as in a shell: ``{00..12}`` and ``{a,b}``."""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if bounds is not None:
+        first, last, width = int(bounds[1]), int(bounds[2]), len(bounds[1])
+        choices = [f"{number:0{width}}" for number in range(first, last + 1)]
+    elif "," in match[1]:
+        choices = match[1].split(",")
+    else:
+        return [pattern]
+    return [
+        text
+        for choice in choices
+        for text in _expand_braces(pattern[: match.start()] + choice + pattern[match.end() :])
+    ]
+
+
+def refuse_compressed(head: bytes, path: str) -> None:
+    """Raises UsageError if the first bytes of a file are those of a compressed one."""
+    for magic, command in _COMPRESSED.items():
+        if head.startswith(magic):
+            what = f"{path} is compressed, so its rows cannot be read one by one"
+            raise UsageError(what, f"decompress it first: {command} {os.path.basename(path)}")
 
 
 def open_files(url: str, options: Mapping[str, Any] | None, cure: str) -> LocalFiles | RemoteFiles:
@@ -64,6 +127,17 @@ class LocalFiles:
         paths = [pattern] if os.path.exists(pattern) or not glob.has_magic(pattern) else sorted(glob.glob(pattern))
         return [os.path.abspath(path) for path in paths]
 
+    def files_below(self, folder: str) -> list[str]:
+        """The paths of all files in a folder and in the folders of it, in any order; also behind links."""
+        with _reading(folder, self._cure):
+            os.stat(folder)
+        walk = os.walk(folder, followlinks=True)
+        return [f"{path}/{name}".replace(os.sep, "/") for path, _, names in walk for name in names]
+
+    def contents(self, paths: Sequence[str]) -> list[bytes]:
+        """The bytes of each file."""
+        return [self.read_all(path, path) for path in paths]
+
     def read_all(self, path: str, where: str) -> bytes:
         """The bytes of a file."""
         with _reading(where, self._cure):
@@ -80,13 +154,30 @@ class LocalFiles:
             known = os.stat(path)
         return known.st_size, known.st_mtime_ns
 
+    def stamp(self, path: str) -> tuple[int, str]:
+        """The size and the time of the last change of a file, as an index keeps them."""
+        with _reading(path, self._cure):
+            known = os.stat(path)
+        return known.st_size, str(known.st_mtime_ns)
+
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
         """The bytes of each span, as uint8 arrays."""
         blocks = []
         for span in spans:
             with _reading(span[0], self._cure):
-                blocks.append(_check_length(self._map(span[0])[span[1] : span[2]], span))
+                mapped = self._map(span[0])
+                _refuse_truncated(span[0], len(mapped))
+                blocks.append(_check_length(mapped[span[1] : span[2]], span))
         return blocks
+
+
+def _refuse_truncated(path: str, length: int) -> None:
+    """Raises DatasetError if a mapped file has become shorter: reading past its new end would kill the process."""
+    with suppress(FileNotFoundError):  # the map of a deleted file stays intact
+        size = os.stat(path).st_size
+        if size < length:
+            what = f"{path} was shortened from {length} to {size} bytes after it was opened"
+            raise DatasetError(what, "write or copy the file again, and start again")
 
 
 def _mapped(path: str) -> Any:
@@ -124,12 +215,29 @@ class RemoteFiles:
         self._opened()
         return self._root
 
+    def _path_of(self, url: str) -> str:
+        """The path of another file of the same store."""
+        from fsspec.core import url_to_fs
+
+        return str(url_to_fs(url, **self.options)[1]).rstrip("/")
+
     def find(self, pattern: str) -> list[str]:
         """The sorted paths of the files that the URL, which may be a glob pattern, names."""
         if not glob.has_magic(pattern):
-            return [self.root(pattern)]
+            return [self.root(pattern) if pattern == self.url else self._path_of(pattern)]
         with _reading(pattern, self._cure):
-            return sorted(self._opened().glob(self._root))
+            return sorted(self._opened().glob(self.root(pattern) if pattern == self.url else self._path_of(pattern)))
+
+    def files_below(self, folder: str) -> list[str]:
+        """The paths of all files in a folder and in the folders of it, in any order."""
+        with _reading(folder, self._cure):
+            return list(self._opened().find(folder))
+
+    def contents(self, paths: Sequence[str]) -> list[bytes]:
+        """The bytes of each file, read in parallel."""
+        with _reading(self.url, self._cure):
+            read = self._opened().cat(list({*paths}), on_error="raise")
+        return [bytes(read[path]) for path in paths] if isinstance(read, dict) else [bytes(read)] * len(paths)
 
     def read_all(self, path: str, where: str) -> bytes:
         """The bytes of a file."""
@@ -149,9 +257,30 @@ class RemoteFiles:
         """None: each answer would take a request."""
         return None
 
+    def stamp(self, path: str) -> tuple[int, str]:
+        """The size of a file, and its ETag or the time of its last change; an empty text if the server has neither."""
+        with _reading(path, self._cure):
+            info = self._opened().info(path)
+        if info.get("size") is None:
+            raise DatasetError(f"the server does not report the size of {path}", "copy the files to this machine")
+        return info["size"], next((str(info[name]) for name in _MARKS if info.get(name) is not None), "")
+
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
-        """The bytes of each span, as uint8 arrays."""
-        paths, starts, stops = ([span[part] for span in spans] for part in range(3))
+        """The bytes of each span, as uint8 arrays; spans that touch are read with one request."""
+        runs = list[list[Any]]()  # [path, begin, end, numbers in `spans`]
+        for number in sorted(range(len(spans)), key=lambda number: spans[number]):
+            path, begin, end = spans[number]
+            if runs and runs[-1][0] == path and begin <= runs[-1][2]:
+                runs[-1][2] = max(runs[-1][2], end)
+                runs[-1][3].append(number)
+            else:
+                runs.append([path, begin, end, [number]])
+        paths, starts, stops, _ = zip(*runs, strict=True) if runs else ((),) * 4
         with _reading(self.url, self._cure):
-            blocks = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
-        return [np.frombuffer(_check_length(data, span), np.uint8) for data, span in zip(blocks, spans, strict=True)]
+            blocks = self._opened().cat_ranges(list(paths), list(starts), list(stops), on_error="raise")
+        taken: list[Any] = [None] * len(spans)
+        for (path, start, stop, numbers), data in zip(runs, blocks, strict=True):
+            block = np.frombuffer(_check_length(data, (path, start, stop)), np.uint8)
+            for number in numbers:
+                taken[number] = block[spans[number][1] - start : spans[number][2] - start]
+        return taken

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from paceline.base.text import ranks
 from paceline.comm.communicator import Group
 from paceline.compute.rng import RngState
 from paceline.data.loader import Feed, Slot, Source
+from paceline.data.row_stream import EndOfEpoch, NumberedRows, Stream
 from paceline.errors import DatasetError
 
 SAMPLED = 4  # rows that are compared
@@ -90,10 +92,14 @@ class Fingerprint:
         finally:
             self._generation = generation
 
-    def compare_stream(self, group: Group, generation: int, feed: Feed, step: int, epoch: int) -> str:
+    def compare_stream(
+        self, group: Group, generation: int, feed: Feed, step: int, epoch: int, given: list[list[str]] | None
+    ) -> str:
         """Compares the first rows that an iterable dataset yields for the global batch of `step`. Collective.
 
-        Compares once per generation, and in lockstep also when an epoch begins. Returns and raises as `compare`.
+        `given` are the digests of the rows of a worker that does not read them itself: those of its reader. When a loop
+        begins, it reads the first rows itself, once, unless the dataset is a `Stream`. Compares once per generation,
+        and in lockstep also when an epoch begins. Returns and raises as `compare`.
         """
         if self._source.rows is not None or group.size == 1:
             return ""
@@ -102,11 +108,14 @@ class Fingerprint:
         group.declare(f"the first rows of steps(){self._of}", kind="rows compared")
         known, self._generation, self._epoch = self._generation is not None, generation, epoch
         newcomers = group.gather_json(known)
-        local_rows = first_rows(feed)
+        read_again = partial(_read_again, feed, step)
+        if given is not None and step == 0 and not any(newcomers) and not isinstance(self._source.dataset, Stream):
+            given, read_again = None, partial(_peek, feed)
+        local_rows = given if given is not None else read_again() if feed.rows is not None else first_rows(feed)
         difference = _find_different_row(group, group.gather_json(local_rows))
         if difference is None:
             return ""
-        if any(group.gather_json(local_rows != _read_again(feed, step))):
+        if any(group.gather_json(given is None and local_rows != read_again())):
             return f"{_DRAWN}; {_SEED_OWN}"
         if known and not all(newcomers):
             return ""  # only the new workers differ, and they raise
@@ -146,8 +155,12 @@ class Fingerprint:
 
 def first_rows(feed: Feed) -> list[list[str]]:
     """The digests of the first rows of the last global batch of an iterable dataset."""
+    return _digests_of(feed.read[:SAMPLED])
+
+
+def _digests_of(rows: Sequence[Any]) -> list[list[str]]:
     digests = list[list[str]]()
-    for row in feed.read[:SAMPLED]:
+    for row in rows:
         exact, floats = hashlib.sha256(), hashlib.sha256()
         _digest(row, exact, floats, _DEPTH)
         digests.append([exact.hexdigest()[:16], floats.hexdigest()[:16], get_cpu_capability()])
@@ -157,9 +170,18 @@ def first_rows(feed: Feed) -> list[list[str]]:
 def _read_again(feed: Feed, step: int) -> list[list[str]]:
     """The digests of the same rows, read in another pass over the dataset."""
     source = replace(feed.source, options=None)
-    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), lambda *_, **__: None)
+    span = feed.start, feed.batches, feed.epochs
+    again = Feed(source, feed.grid, span, lambda *_, **__: None, position=feed.position)
     with RngState(torch.device("cpu")).preserved():
         return first_rows(again) if again.has(step) else []
+
+
+def _peek(feed: Feed) -> list[list[str]]:
+    """The digests of the first rows of the dataset, of which no more are read."""
+    source, count = feed.source, min(SAMPLED, feed.grid.global_batch)
+    numbered = NumberedRows(source, range(source.first_epoch, source.first_epoch + 1), 1 << 62)
+    with RngState(torch.device("cpu")).preserved():
+        return _digests_of([row for _, row in islice(numbered, count) if not isinstance(row, EndOfEpoch)])
 
 
 def _find_different_row(group: Group, samples: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:

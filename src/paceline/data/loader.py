@@ -36,12 +36,13 @@ from paceline.data.collate_check import Collated
 from paceline.data.mixing import Mix
 from paceline.data.order import sample_index
 from paceline.data.packing import PackedDocuments
+from paceline.data.row_stream import NumberedRows, Position, RowStream
 from paceline.data.tokens import Tokens
 from paceline.errors import AddNote, DatasetError, UsageError, a
 
 Order = Callable[..., Any]
 AHEAD = 1024  # rows whose indices are computed in one go
-_ROWS, _COLLATE, _EPOCH = 1 << 40, 1 << 41, 1 << 42  # keep the loader's streams apart from the model's
+_ROWS, _COLLATE = 1 << 40, 1 << 41  # keep the loader's streams apart from the model's
 _FIXED = {
     "batch_size": "global_batch= of the Trainer",
     "shuffle": "order= of steps()",
@@ -352,10 +353,20 @@ def _share(
 Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, this worker's micro-batches
 
 
+@dataclass(frozen=True)
+class StreamRows:
+    """Rows of a global batch of `count` rows of an iterable dataset, by their number in it."""
+
+    epoch: int
+    count: int
+    rows: Mapping[int, Any]
+
+
 class Feed:
     """Loads this worker's micro-batches, one global batch after another, from batch `start` of the phase on.
 
-    `batches` is the number at which the feed ends (None: when the epochs of an iterable dataset end).
+    `batches` is the number at which the feed ends (None: when the epochs of an iterable dataset end). An iterable
+    dataset is read from the `position` on, or from its beginning.
     `tell` gets events that name the loader processes.
     While the user leaves `num_workers` open, loading moves to a process of its own, ahead of need, if it delays each
     step by more than `SLOW` seconds and a tenth of the step.
@@ -380,6 +391,7 @@ class Feed:
         span: tuple[int, int | None, int],
         tell: Callable[..., None],
         watched: bool = False,
+        position: Position | None = None,
     ) -> None:
         self.source, self.grid, self._tell = source, grid, tell
         self.start, self.batches, self.epochs = span
@@ -405,12 +417,16 @@ class Feed:
         self._until: int | None = None  # the step at which the loader processes end
         self._moved = self.start  # at which step loading moved to a process
         self._returns = 0
-        self._stream = _RowStream(self) if source.rows is None else None
+        self.position = position
+        self.stream = self._make_stream(position) if source.rows is None else None
+        self.rows: StreamRows | None = None  # those of an iterable dataset that another worker has read for this one
+        # Whether another worker may read the rows, so that this one does not know where they end.
+        self.shares_reader: Callable[[], bool] = _never
 
     @property
     def read(self) -> list[Any]:
-        """All rows of the last global batch of an iterable dataset, which every worker reads; else none."""
-        return [] if self._stream is None else self._stream.rows
+        """All rows of the last global batch of an iterable dataset that this worker has read; else none."""
+        return [] if self.stream is None else self.stream.rows
 
     def _compare_length(self, step: int) -> None:
         """Raises DatasetError if the dataset has another length when an epoch begins than when the feed was made."""
@@ -471,8 +487,8 @@ class Feed:
     def has(self, step: int) -> bool:
         """Whether there is a global batch of this number; closes the feed if there is none."""
         more = self.batches is None or step < self.batches
-        if more and self._stream is not None:
-            more = self._stream.reach(step)
+        if more and self.stream is not None:
+            more = self.shares_reader() or self.stream.reach(step)
         elif more and step >= self._next_epoch:
             self._compare_length(step)
         if not more:
@@ -483,8 +499,8 @@ class Feed:
         """Loads this worker's share of a global batch under an assignment: the next one, or the last one again."""
         began = time.perf_counter()
         self.fine = assignment.fine
-        if self._stream is not None:
-            batch = self._stream.deal(step, assignment)
+        if self.stream is not None:
+            batch = self._stream_share(step, assignment)
         else:
             if (assignment, step) != (self._dealt, self._next) or (self._state is not None and self._is_stale(step)):
                 self._dealt, self._iterator = assignment, None
@@ -518,8 +534,8 @@ class Feed:
 
     def load_aside(self, step: int, assignment: Assignment) -> list[MicroBatch]:
         """Loads the share of a global batch under another assignment. What is loaded ahead stays as it is."""
-        if self._stream is not None:
-            return self._stream.deal(step, assignment)[2]
+        if self.stream is not None:
+            return self._stream_share(step, assignment)[2]
         epoch, first, cuts = self.grid_of(step)
         share = share_of(assignment, self.grid, sum(map(len, cuts)))
         slots = (
@@ -550,8 +566,55 @@ class Feed:
     def close(self) -> None:
         """Ends loading now. Garbage collection would do so later, perhaps in a process of a later loader."""
         self._iterator = self._dealt = None
-        if self._stream is not None:
-            self._stream.samples = iter(())
+        if self.stream is not None:
+            self.stream.close()
+
+    def _make_stream(self, position: Position | None) -> RowStream:
+        """Returns what reads an iterable dataset, in a process of its own if the user's options ask for one."""
+        options = dict(self.options)
+        if options.get("num_workers", 0) > 1:
+            what = f"an iterable dataset cannot be read by {options['num_workers']} loader processes"
+            raise UsageError(what, "use num_workers=1, or a dataset with __len__ and __getitem__")
+        options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
+        if not options.get("num_workers"):
+            options.pop("worker_init_fn")
+        options.setdefault("generator", torch.Generator())
+
+        def begin(rows: NumberedRows) -> Iterator[Any]:
+            if options.get("num_workers") and self.watched:
+                self._state = self.source.snapshot()
+            return self.begun(DataLoader(rows, batch_size=None, collate_fn=_same, **options))
+
+        def is_outdated() -> bool:
+            state = None if options.get("persistent_workers") else self._state
+            return state is not None and bool(state.unseen or state.changed())
+
+        epochs = range(self.source.first_epoch, self.source.first_epoch + self.epochs)
+        return RowStream(self.source, epochs, self.grid.global_batch, begin, is_outdated, position)
+
+    def _stream_share(self, step: int, assignment: Assignment) -> Batch:
+        """Collates this worker's share of a global batch of an iterable dataset."""
+        assert self.stream is not None
+        if self.rows is None:
+            self.stream.reach(step)
+        if self._state is not None and (name := self._state.changed()):
+            what = (
+                "an iterable dataset read by a loader process was changed between steps; the change takes effect in"
+                " the next epoch"
+            )
+            self.news.setdefault(what, f"{name} changed; without num_workers= each step sees changes")
+        given = self.rows or StreamRows(self.stream.epoch, len(self.stream.rows), dict(enumerate(self.stream.rows)))
+        cuts, streams, share = self.grid.cut(given.count), RngState(torch.device("cpu")), list[MicroBatch]()
+        for index, part, dummy in share_of(assignment, self.grid, given.count):
+            cut = cuts[index]
+            with streams.preserved():
+                position = step * self.grid.global_batch + cut.start
+                streams.seed(stream_seed(self.source.seed, _COLLATE + given.epoch, position))
+                batch = self.source.collate([given.rows[row] for row in cut])
+            where = f"micro-batch {index} of epoch {given.epoch}"
+            taken = MicroBatch(index, len(cut), batch, where, part, dummy, start=cut.start)
+            share.append(taken if self.collated is None else self.collated.look(taken))
+        return given.epoch, given.count, share
 
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None
@@ -658,133 +721,9 @@ class Feed:
         self.news[f"rows are loaded within the step {again}: the dataset changes between steps"] = f"{name} changed"
 
 
-class _EndOfEpoch:
-    """Marks the end of an epoch of an iterable dataset, so that no reader has to begin the next epoch to notice it."""
-
-
-class _Numbered(IterableDataset[Any]):
-    """Yields (epoch, sample) of an iterable dataset, whose random draws come from a stream of the epoch."""
-
-    def __init__(self, source: Source, epochs: range) -> None:
-        self.source, self.epochs = source, epochs
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        streams = RngState(torch.device("cpu"))
-        for epoch in self.epochs:
-            if hasattr(self.source.dataset, "set_epoch"):
-                self.source.dataset.set_epoch(epoch)
-            outside = streams.snapshot()
-            streams.seed(stream_seed(self.source.seed, _EPOCH, epoch))
-            samples, empty = iter(self.source.dataset), True
-            while True:
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    break
-                finally:
-                    inside = streams.snapshot()
-                    streams.restore(outside)
-                empty = False
-                yield epoch, sample
-                outside = streams.snapshot()
-                streams.restore(inside)
-            if empty:
-                cure = "pass an iterable that restarts at each iter()"
-                raise DatasetError(f"the dataset yielded no rows in epoch {epoch}", cure)
-            yield epoch, _EndOfEpoch()
-
-
-class _RowStream:
-    """Assigns the rows of an iterable dataset by their number. Every worker reads all rows and collates its own.
-
-    The rows of a global batch are read when the batch is needed, not before. A process that reads ahead has the dataset
-    as it was when the process was forked: at the first epoch, and again at each epoch before which the dataset may have
-    changed.
-    """
-
-    def __init__(self, feed: Feed) -> None:
-        source = self._source = feed.source
-        self._feed, self._collated = feed, feed.collated
-        self._grid, self._step = feed.grid, -1
-        options = self._options = dict(feed.options)
-        if options.get("num_workers", 0) > 1:
-            what = f"an iterable dataset cannot be read by {options['num_workers']} loader processes"
-            raise UsageError(what, "use num_workers=1, or a dataset with __len__ and __getitem__")
-        options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
-        if not options.get("num_workers"):
-            options.pop("worker_init_fn")
-        options.setdefault("generator", torch.Generator())
-        self._epochs = range(source.first_epoch, source.first_epoch + feed.epochs)
-        self._state: Snapshot | None = None
-        self._ended: int | None = None  # the epoch that has just ended, until the next row is read
-        self.samples = self._begin(self._epochs)
-        self._epoch, self._rows = 0, list[Any]()
-
-    @property
-    def rows(self) -> list[Any]:
-        return self._rows
-
-    def _begin(self, epochs: range) -> Iterator[Any]:
-        if self._options.get("num_workers") and self._feed.watched:
-            self._state = self._source.snapshot()
-        numbered = _Numbered(self._source, epochs)
-        return self._feed.begun(DataLoader(numbered, batch_size=None, collate_fn=_same, **self._options))
-
-    def reach(self, step: int) -> bool:
-        """Reads up to a global batch, from the start again if it has passed; returns whether the batch exists."""
-        if step < self._step:
-            self.samples, self._step, self._ended = self._begin(self._epochs), -1, None
-        while self._step < step:
-            rows = list[Any]()
-            self._begin_epoch()
-            while len(rows) < self._grid.global_batch and (item := next(self.samples, None)) is not None:
-                epoch, sample = item
-                if not isinstance(sample, _EndOfEpoch):
-                    rows.append(sample)
-                    self._epoch = epoch
-                    continue
-                self._ended = epoch
-                if rows:
-                    break
-                self._begin_epoch()
-            if not rows:
-                return False
-            self._rows = rows
-            self._step += 1
-            HEARTBEAT.beat()
-        return True
-
-    def _begin_epoch(self) -> None:
-        """At the end of an epoch, forks a new process if the current one may have an outdated dataset."""
-        if self._ended is None or self._ended + 1 not in self._epochs:
-            return
-        ended, self._ended = self._ended, None
-        if self._state is None or self._options.get("persistent_workers"):
-            return
-        if self._state.unseen or self._state.changed():
-            self.samples = self._begin(self._epochs[self._epochs.index(ended) + 1 :])
-
-    def deal(self, step: int, assignment: Assignment) -> Batch:
-        """Collates this worker's share of a global batch."""
-        self.reach(step)
-        if self._state is not None and (name := self._state.changed()):
-            what = (
-                "an iterable dataset read by a loader process was changed between steps; the change takes effect in"
-                " the next epoch"
-            )
-            self._feed.news.setdefault(what, f"{name} changed; without num_workers= each step sees changes")
-        cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
-        streams, share = RngState(torch.device("cpu")), []
-        for index, part, dummy in share_of(assignment, self._grid, len(self._rows)):
-            with streams.preserved():
-                position = step * self._grid.global_batch + cuts[index].start
-                streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
-                batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
-            where = f"micro-batch {index} of epoch {epoch}"
-            taken = MicroBatch(index, len(cuts[index]), batch, where, part, dummy, start=cuts[index].start)
-            share.append(taken if self._collated is None else self._collated.look(taken))
-        return epoch, len(self._rows), share
-
-
 def _same(item: Any) -> Any:
     return item
+
+
+def _never() -> bool:
+    return False

@@ -25,7 +25,7 @@ import numpy as np
 
 from paceline.base.batching import stream_seed
 from paceline.data.order import LARGEST, sample_index
-from paceline.data.parquet import ParquetRows
+from paceline.data.row_groups import GroupedRows
 from paceline.errors import DatasetError, UsageError, a
 
 PERIOD = 1 << 16  # the largest denominator of a share, so that schedules stay small
@@ -70,7 +70,7 @@ class Mix:
         self._starts: list[int] = [0, *accumulate(self._sizes)]
         if len(self) > LARGEST:
             raise DatasetError(f"the sources have {len(self)} rows in all", "use at most 2**40")
-        orders = [source.order if isinstance(source, ParquetRows | Mix) else sample_index for source in self._datasets]
+        orders = [source.order if isinstance(source, GroupedRows | Mix) else sample_index for source in self._datasets]
         self._orders: list[Order] = orders
         self._segments = _segments(weights, [*self.sources])
 

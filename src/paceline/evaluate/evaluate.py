@@ -144,7 +144,8 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
     if over_batch and sweep.grid is None:
         what = 'with loss_over="batch" the metric needs complete global batches, but this Trainer has no global batch'
         raise UsageError(what, "pass global_batch= to the Trainer")
-    with MetricObjects.of(metric, sweep.job.device) or Means(metric) as metrics, sweep.resting():
+    made = metric if isinstance(metric, Means) else MetricObjects.of(metric, sweep.job.device)
+    with made or Means(AnnotatedCallable(metric, "metric")) as metrics, sweep.resting():
         feed = sweep.feed(8 * group.size, over_batch)
         for number, (_, count, micro_batches) in enumerate(feed.all(sweep.get_assignment())):
             first = first or first_rows(feed)
@@ -161,8 +162,8 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
 class Means:
     """Collects a metric function's ``{name: (sum, count)}`` of each micro-batch."""
 
-    def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
-        self._metric = AnnotatedCallable(metric, "metric")
+    def __init__(self, metric: AnnotatedCallable) -> None:
+        self._metric = metric
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
 
     def __enter__(self) -> Means:
@@ -173,7 +174,7 @@ class Means:
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
         """Computes the metric of one micro-batch. Raises MetricError if the result is not (sum, count) by name."""
-        result = self._metric(output, batch)
+        result = self._by_name(self._metric(output, batch), rows)
         if not isinstance(result, Mapping) or not all(map(is_pair, result.values())):
             what = f"the metric returned {' '.join(repr(result).split()):.60}"
             raise MetricError(what, "return {name: (sum, count)}")
@@ -183,6 +184,9 @@ class Means:
                 what = f"the metric returned {count:g} as the count of {name!r} for {rows} row{'s' if rows > 1 else ''}"
                 raise MetricError(what, "return {name: (sum, count)}, where count is the number of summed rows")
         self._sums[number] = sums
+
+    def _by_name(self, result: Any, rows: int) -> Any:
+        return result
 
     def together(self, group: Group, micro_batches: int) -> dict[str, float]:
         """Returns the mean of each metric. All workers get all sums and add them in grid order: equal bits on any
@@ -203,3 +207,13 @@ class Means:
             total += row
         pairs = zip(total[0::2].tolist(), total[1::2].tolist(), strict=True)
         return {name: part / count if count else math.nan for name, (part, count) in zip(names, pairs, strict=True)}
+
+
+class LossMean(Means):
+    """Collects the sum and count of the training's loss, as ``loss``, and of the metrics that it returns."""
+
+    def _by_name(self, result: Any, rows: int) -> Any:
+        if not isinstance(result, tuple | list):
+            return {"loss": (result * rows, rows)}
+        total, count, *metrics = result
+        return {"loss": (total, count), **(metrics[0] if metrics else {})}

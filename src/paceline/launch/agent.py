@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
 from paceline.base.environment import SERVERS
@@ -37,8 +37,13 @@ from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.progress import Progress
+from paceline.team.coordinator import STOPPED
 from paceline.team.coordinator_client import AWAY, CoordinatorClient
 from paceline.team.etcd_lease import Lease
+
+if TYPE_CHECKING:
+    from paceline.launch.plan_watch import PlanWatch
+    from paceline.planner.outlook import PlanChange
 
 # Seconds to wait after a failure: for other failures, for the cause of a lost peer, for a failing process to end.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
@@ -103,6 +108,12 @@ class Agent:
         self._standby_address: tuple[str, int] = standby_address
         self._ending = RunOutcome(options, folder, journal, self._output, self.say)
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
+        self.change: PlanChange | None = None  # of the plan, for which the run stops
+        self._watch: PlanWatch | None = None
+        if options.chosen is not None and options.chosen.outlook is not None and not options.shares:
+            from paceline.launch.plan_watch import PlanWatch  # not with every run
+
+            self._watch = PlanWatch(options.chosen.outlook, folder, journal, options.max_steps, options.deadline)
 
     def run(self, wakeup: socket.socket) -> int:
         """Runs the workers to their end and returns the exit code. No process remains. `wakeup` delivers signal
@@ -134,11 +145,18 @@ class Agent:
                 self._look_at_the_link()
                 self._look_at_ends(now)
                 self._run_folder.look(now)
+                self._look_at_the_plan(now)
                 self._tell()
                 self._recorder.look()
         finally:
             self._end()
         self._progress.close()
+        if self._watch is not None:
+            self._watch.remember()
+        members = [worker for worker in self._workers.all if worker.is_member]
+        if self.change is not None and not self._at_once and {worker.status for worker in members} == {STOPPED}:
+            return STOPPED
+        self.change = None
         orders = self._link.newest
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
@@ -215,6 +233,11 @@ class Agent:
         """Whether the run was asked to stop."""
         return self._stop is not None
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a worker has made a step."""
+        return any("step" in worker.events for worker in self._workers.all)
+
     def _done(self) -> bool:
         # A script that trains by itself gets as long to end after a signal as under torchrun.
         self._at_once |= self._options.raw and time.monotonic() > self._stopping + GRACE
@@ -241,7 +264,7 @@ class Agent:
             generation = self._link.newest.get("generation")
             if generation and generation["number"] == event.get("number"):
                 self._output.show_lines_of(generation["members"][0])
-        elif main and kind == "line":
+        elif (main and kind == "line") or (main and kind == "detail" and self._options.verbose):
             self.say(str(event.get("text", "")))
         elif main and kind in ("phase", "step", "evaluate") and not self._options.quiet:
             getattr(self._progress, kind)(event)
@@ -250,6 +273,8 @@ class Agent:
         for number in wakeup.recv(CHUNK):
             if number == signal.SIGCHLD:
                 self._workers.look_for_stops()
+            elif self.change is not None and self._stop is not None:
+                self._keep_plan(number)
             elif self._stop is not None:
                 meant = number == self._stop == signal.SIGTERM and time.monotonic() - self._stopping > TWICE
                 if number == signal.SIGINT or meant:
@@ -263,7 +288,7 @@ class Agent:
         """Asks all workers to stop the run with a checkpoint."""
         self._stop, self._stopping = number, time.monotonic()
         self._at_once = self._workers.preparing
-        if not self._at_once:
+        if not self._at_once and self.change is None:
             saves = any(worker.events.keys() & {"phase", "step"} for worker in self._workers.all)  # they train
             how = "stopping after this step and saving" if saves else "stopping"
             self.say(f"{how}; press Ctrl-C again to stop at once", always=True)
@@ -273,6 +298,22 @@ class Agent:
         for worker in self._workers.all:
             if worker.alive and not worker.serves:  # a worker without a trainer yet just ends
                 worker.process.signal(sent)
+
+    def _look_at_the_plan(self, now: float) -> None:
+        """Stops the run at the end of a step if it is to go on under another plan."""
+        if self._watch is None or self._stop is not None or self._leaving or self._failing:
+            return
+        generation = self._link.newest.get("generation") or {"members": self._workers.numbers}
+        self.change = self._watch.look(now, generation["members"], self._workers.now)
+        if self.change is not None:
+            what, why = self._watch.texts(self.change)
+            self.say(f"auto: {what}: {why}")
+            self._stop_all(signal.SIGTERM)
+
+    def _keep_plan(self, number: int) -> None:
+        """Stops the run for good, although it has begun to stop for another plan."""
+        self.change, self._stop = None, number
+        self.say("the plan is not changed: the run stops after this step and saves", always=True)
 
     def _leave(self, number: int) -> None:
         """Asks the workers of this host to leave the run."""
@@ -297,7 +338,7 @@ class Agent:
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
-            "stop": self._leads and self._stop is not None and not self._leaving,
+            "stop": self._leads and self._stop is not None and not self._leaving and self.change is None,
             "leaving": self._leaving,
         }
         if report != self._report:
@@ -341,6 +382,8 @@ class Agent:
                 self._fail(number)
         if orders["stop"] and self._stop is None:
             self._stop_all(signal.SIGTERM)
+        elif orders["stop"] and self.change is not None:
+            self._keep_plan(signal.SIGTERM)
         self._over |= orders["over"]
         self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._standby_address]
         if orders["moved"] is not None:

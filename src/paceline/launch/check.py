@@ -56,6 +56,7 @@ def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **envi
     folder.mkdir()
     environment["PACELINE_CHECK"] = json.dumps(order | {"out": str(folder / "out")})
     run_dir = str(folder / "run")
+    environment = {**options.environment, **environment}
     code = launch(replace(options, run_dir=run_dir, temporary=True, quiet=True, environment=environment))
     if code in (INTERRUPTED, STOPPED):
         raise SystemExit(code)

@@ -6,12 +6,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.base.console import in_one_line
-from paceline.errors import LaunchError, UsageError
-from paceline.launch.check import rehearse
+from paceline.errors import UsageError
 from paceline.launch.options import LaunchOptions
+from paceline.launch.plan import probe
 from paceline.observe.plan_explanation import PlanExplanation
 from paceline.plan import Plan
+from paceline.planner.descriptions import ProbeRequest
+from paceline.planner.explanation import figures_of
 
 
 def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
@@ -24,14 +25,10 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> P
     plan = plan.validate(workers)
     if options is None:
         return PlanExplanation(plan, workers, {})
-    kept = ("micro", "precision", "optimizer_states", "recompute", "tiles")
-    alone = Plan(**{name: getattr(plan, name) for name in kept})
     with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
-        options = replace(options, plan=str(alone) or "data=1", max_restarts=0)
-        code, answer = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
-    if code or not answer:
-        why = f"exit code {code}" if code else "it ended before its first step"
-        raise LaunchError(f"{in_one_line(options.script)} did not reach its first step: {why}", "see the output above")
-    if "refused" in answer:
-        raise UsageError(*answer["refused"])
-    return PlanExplanation.of(answer)
+        options = replace(options, plan=str(plan), max_restarts=0)
+        request = ProbeRequest(workers, (str(plan),), measures_machine=False)
+        probed = probe(Path(folder) / "one", options, request)
+    if probed.refused:
+        raise UsageError(*probed.refused[str(plan)])
+    return PlanExplanation.of(figures_of(plan, workers, probed))

@@ -14,7 +14,11 @@ from paceline.base.text import called, ranks
 from paceline.base.tracebacks import read_trace
 from paceline.launch.output import Output
 
-WEIGHTS = {"CollectiveMismatchError": 1, "PeerLostError": 2}  # higher is less likely the cause; all others have 0
+WEIGHTS = {
+    "CollectiveMismatchError": 1,
+    "PeerLostError": 2,
+    "ReaderError": 2,
+}  # higher is less likely the cause; all others have 0
 USAGE = ("PlanError", "UsageError")
 
 WHO = "find out who sent the signal"

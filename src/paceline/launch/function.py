@@ -13,7 +13,8 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.base.console import say
@@ -22,6 +23,7 @@ from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError, a, first_line
 from paceline.launch.engines.engine import Engine, Host
 from paceline.launch.engines.launcher import HostJob, Launcher
+from paceline.observe.notebook import JournalFollower, in_notebook
 
 T = TypeVar("T")
 # Exceptions of pickle, and of the values' own pickling methods, for values that cannot be pickled.
@@ -78,13 +80,16 @@ def launch(
     again = f"paceline.launch({name}, ...{elsewhere}, run_dir={run_dir!r})"
     options: dict[str, Any] = {"script": "", "plan": plan, "run_dir": run_dir, "again": again, "begin": workers}
     options |= {"environment": {"PYTHONPATH": _path()}}
+    if where == "local" and in_notebook():  # which shows it itself
+        options["progress"] = "none"
     each = workers // hosts
     asked = {"nodes": hosts, "workers": each, "hosts": [], "resources": {}, "wait": WAIT}
     engine = _LocalEngine([Host("here")]) if where == "local" else _ray(asked) if where == "ray" else _spark(asked)
     try:
         job = HostJob(options, sys.executable, os.getcwd(), workers=each, call=call, wait=WAIT if hosts > 1 else None)
         launcher = Launcher(engine, job)
-        code = launcher.run()
+        with _shown(Path(run_dir)) if where == "local" else nullcontext():
+            code = launcher.run()
     finally:
         engine.close()
     if code == 130:
@@ -100,6 +105,15 @@ def launch(
         what = f"the value that {name} returned cannot be unpickled here ({type(error).__name__}: {first_line(error)})"
         cure = f"return numbers, text or CPU tensors; files that it saved are in {run_dir}"
         raise LaunchError(what, cure) from error
+
+
+def _shown(folder: Path) -> AbstractContextManager[object]:
+    """Shows the progress in the output of a notebook's cell, if this is a notebook."""
+    if not in_notebook():
+        return nullcontext()
+    from paceline.observe.progress import Progress
+
+    return JournalFollower(folder, Progress())
 
 
 class _LocalEngine(Engine):

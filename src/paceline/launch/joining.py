@@ -42,6 +42,7 @@ def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any
         "module": options.module,
         "arguments": list(options.arguments),
         "plan": options.plan,
+        "config": options.config,
         "torch": _version_of_torch(),
         "paceline": sys.modules["paceline"].__version__,
         "python": ".".join(map(str, sys.version_info[:2])),

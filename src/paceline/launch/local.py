@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,9 +30,10 @@ from paceline.base.environment import (
     trainjob_server,
     variable,
 )
-from paceline.base.journal import Journal
-from paceline.base.terminal import Terminal
+from paceline.base.journal import Journal, replace_file
+from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
 from paceline.base.text import plural
+from paceline.base.tracebacks import short
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
@@ -42,11 +43,11 @@ from paceline.launch.fork_server import Kept
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
-from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
+from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
-from paceline.launch.time_limit import limited, parse_time
-from paceline.observe.loggers import TensorBoard
+from paceline.launch.time_limit import limited, parse_time, with_deadline
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
@@ -92,12 +93,16 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
         environment = {**options.environment, **variables}
         kept = options.kept or kept
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
+        options = with_deadline(options)
         source = "the state in memory" if variables else "the last checkpoint"
         source = "the script's own checkpoints, if it loads any" if options.raw else source
         restarts = 0
         with Serving(options.metrics, options.page, trainjob_server(), partial(_say, options)) as serving:
             while True:
-                code, again = _begin(options, compared, serving, notifier)
+                code, again, agent = _begin(options, compared, serving, notifier)
+                if options.chosen is not None and (other := _other_plan(options, code, agent)) is not None:
+                    notifier.failed, options = False, other
+                    continue
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
                 killed = options.raw or 128 < code != 130
@@ -106,6 +111,13 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                     return code
                 notifier.failed, options = False, replace(options, begin=1, restarts=restarts)
                 say(f"restarting from {source} ({restarts} of {options.max_restarts})")
+
+
+def _other_plan(options: LaunchOptions, code: int, agent: Agent) -> LaunchOptions | None:
+    """Returns the options with another plan, if the run goes on with one."""
+    from paceline.launch.plan_watch import next_options  # not with every run
+
+    return next_options(options, code, agent.change, agent.has_trained)
 
 
 def _say(options: LaunchOptions, text: str) -> None:
@@ -137,9 +149,11 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
 
 
-def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
-    """Starts or resumes a run. Returns its exit code, and whether it may help to start all workers again: a model was
-    split over workers of this host only, or workers of --raw failed.
+def _begin(
+    options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier
+) -> tuple[int, bool, Agent]:
+    """Starts or resumes a run. Returns its exit code, whether it may help to start all workers again (a model was split
+    over workers of this host only, or workers of --raw failed), and its agent.
     """
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
@@ -148,7 +162,13 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         if options.chosen is not None:
-            journal.write("decision", **asdict(options.chosen))
+            journal.write("decision", **options.chosen.decision)
+            if options.chosen.outlook is not None:
+                options.chosen.outlook.write(folder)
+        if options.config is not None:
+            from paceline.launch.run_config import effective_config  # not with every run
+
+            replace_file(folder / CONFIG_FILE, effective_config(options, str(short(folder))))
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)
@@ -169,13 +189,14 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             journal.write("start", workers=options.workers, hosts=1, raw=True, **about)
         link.run |= {"same": likeness(options), "given": given}
         link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
-        with Progress(Terminal(stderr=True), live=None if options.debug is None else False) as progress:
+        with Progress(kind=options.progress if options.debug is None else "plain") as progress:
             progress.max_steps = options.max_steps
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
             with signals() as wakeup, limited(folder, options):
                 code = agent.run(wakeup)
-                return code, (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
+                again = (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
+                return code, again, agent
 
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:
@@ -191,7 +212,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     with (
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
         _held(folder, options.patience, notifier) if has_own_folder else _open(folder, notifier) as journal,
-        Progress(Terminal(stderr=True)) as progress,
+        Progress(kind=options.progress) as progress,
     ):
         if has_own_folder:
             keep_token(folder, token)  # this host may take over the coordinator later
@@ -255,8 +276,8 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(what, f"use at most --min-workers {options.workers}")
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
-    if options.plan is not None:
-        Plan.parse(options.plan).validate(options.workers)
+    if options.plan is not None and Plan.parse(options.plan).validate(options.workers).precision == "fp8":
+        refuse_fp8()
     if options.max_time is not None:
         parse_time(options.max_time)
     if options.shares is not None:
@@ -264,8 +285,8 @@ def _check(options: LaunchOptions) -> None:
     if options.listen is not None:
         address_of(options.listen)
     starts_cold(), standstill()  # UsageError: these variables cannot be read
-    if options.tensorboard is not None:
-        TensorBoard()
+    for kind in (["tensorboard"] if options.tensorboard else []) + [one.kind for one in _loggers(options)]:
+        check_installed(kind)
     check_serving(options.metrics, options.page)
     if options.join is not None and (options.metrics or options.page):
         what = "--join cannot be combined with --metrics or --page, which belong to the command that starts the run"
@@ -286,6 +307,10 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(what, f"use --checkpoints {in_one_line(options.run_dir)} instead")
     if options.checkpoints is not None:
         storage_at(options.checkpoints)
+
+
+def _loggers(options: LaunchOptions) -> list[LoggerName]:
+    return [] if options.log_to is None else parse_loggers(options.log_to)
 
 
 def _is_utf8(path: str) -> bool:

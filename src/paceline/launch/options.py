@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from paceline.launch.fork_server import Kept
 
+if TYPE_CHECKING:
+    from paceline.planner.outlook import Now, Outlook
+
+CONFIG_FILE = "config.json"  # in the folder of a run with --config: its effective configuration
 # Options of a run that joining agents take over. Workers get them as PACELINE_PLAN and so on.
-GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal", "verify_steps")
+GIVEN = (
+    "plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "log_to", "heal", "verify_steps",
+    "config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan that `auto` has chosen for so many workers, where a plan with these words was `asked` for."""
+    """A plan that `auto` has chosen for so many workers, where a plan with these words was `asked` for.
+
+    `outlook`: what is known of other plans. `before`: the options with the plan that was changed to this one, and `now`
+    what was measured under that.
+    """
 
     plan: str
     asked: str
     workers: int
     what: str
     why: str
+    outlook: Outlook | None = None
+    before: LaunchOptions | None = None
+    now: Now | None = None
+
+    @property
+    def decision(self) -> dict[str, Any]:
+        """The fields of the journal's event."""
+        fields = {name: getattr(self, name) for name in ("plan", "asked", "workers", "what", "why")}
+        return fields if self.outlook is None else fields | self.outlook.predictions
 
 
 @dataclass(frozen=True)
@@ -32,8 +54,9 @@ class LaunchOptions:
     - `cold_start`: each worker imports torch itself; `kept`: passes the warm process to the next run of this command.
     - `checkpoints`: a folder or URL for checkpoints outside of the run folder; `keep`: how many of the newest remain;
       `mirror`: steps between two copies of the state in memory.
-    - `tensorboard`: whether TensorBoard files are written; `heal`: whether workers take the weights of a majority;
-      `verify_steps`: the part of the steps that is computed twice and compared.
+    - `tensorboard`: whether TensorBoard files are written; `log_to`: names of loggers; `progress`: plain, rich or none;
+      `heal`: whether workers take the weights of a majority; `verify_steps`: the part of the steps that is computed
+      twice and compared.
     - `max_time`: after which the run stops with a checkpoint.
     - `metrics`, `page`: addresses; `notify`: a shell command for failures, hangs and the end; `environment`: variables.
     - `max_restarts`: how often workers that were lost to one cause are restarted; 0: any loss ends the run.
@@ -47,7 +70,8 @@ class LaunchOptions:
       `patience`: seconds in which the run to join may begin.
     - `on_listening`: called with the coordinator's address once it listens. `again`: the command that continues this
       run, if it is not `paceline run`. `temporary`: the run folder is removed at the end, as for a rehearsal.
-    - `chosen`: what `auto` has chosen as the plan.
+    - `chosen`: what `auto` has chosen as the plan. `deadline`: the monotonic time at which `max_time` is over.
+      `config`: the script's part of the configuration file, as JSON.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
     - `address`, `size`: our address and the number of workers at the start of the run; set by the agent.
     """
@@ -66,6 +90,8 @@ class LaunchOptions:
     max_steps: int | None = None
     max_time: str | None = None
     tensorboard: str | None = None
+    log_to: str | None = None
+    progress: str | None = None
     heal: str | None = None
     verify_steps: str | None = None
     against: str | None = None
@@ -96,6 +122,8 @@ class LaunchOptions:
     separated: bool = False  # whether the arguments came after --
     temporary: bool = False
     chosen: ChosenPlan | None = None
+    deadline: float = math.inf
+    config: str | None = None
     epoch: int = 1
     address: str = "127.0.0.1"
     size: int = 0

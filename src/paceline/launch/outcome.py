@@ -18,7 +18,7 @@ from paceline.base.memory import advice
 from paceline.base.tracebacks import named, short
 from paceline.errors import UsageError
 from paceline.launch.failure import Failure, culprit, failure_block
-from paceline.launch.options import LaunchOptions
+from paceline.launch.options import CONFIG_FILE, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.workers import Worker
 from paceline.observe.report import write_report
@@ -223,11 +223,10 @@ class RunOutcome:
         return f"then run `{self._command()}`: it {goes_on}"
 
     def _newest_checkpoint(self) -> int | None:
-        manifests = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
-        known = [int(path.parent.name.removeprefix("step-")) for path in manifests]
+        known = [newest_checkpoint(self._folder)]
         if "saved" in self._events:  # possibly in another folder (--checkpoints)
             known.append(self._events["saved"]["step"])
-        return max(known, default=None)
+        return max((step for step in known if step is not None), default=None)
 
     def _command(self) -> str:
         """The command that continues this run."""
@@ -235,6 +234,9 @@ class RunOutcome:
         if options.again is not None:
             return options.again
         join = None if self.took_over else options.join
+        if options.config is not None and not join:
+            steps = ["--steps", str(options.max_steps)] if done < (options.max_steps or 0) else []
+            return command_line(["paceline", "run", "--config", str(short(self._folder / CONFIG_FILE)), *steps])
         given = {
             "--join": join,
             "--token-file": options.token_file if join else None,
@@ -256,6 +258,12 @@ class RunOutcome:
         cut = len(options.program) - len(options.arguments)
         separator = ["--"] if options.separated else []
         return command_line(["paceline", "run", *flags, *options.program[:cut], *separator, *options.arguments])
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """Returns the step of the newest checkpoint in a run folder; None if it has none."""
+    manifests = (folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=None)
 
 
 def strangers(workers: Sequence[Worker]) -> bool:

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,27 @@ from paceline.launch.check import rehearse
 from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
-from paceline.planner.candidates import candidates, has_same_layout, layout_of, without_layout, words_of
+from paceline.planner.candidates import candidates, has_same_layout, layout_of, probed_words, without_layout, words_of
 from paceline.planner.choose import Answer, Predictor, Prospect, ranked
-from paceline.planner.descriptions import MachineDescription, TrialResult, as_json, converted
-from paceline.planner.history import History, Prediction
+from paceline.planner.descriptions import (
+    MachineDescription,
+    ModelDescription,
+    ProbeRequest,
+    ProbeResult,
+    TrialResult,
+    as_json,
+    converted,
+)
+from paceline.planner.history import HISTORY, History, Prediction
 from paceline.planner.picture import save
 
 ALLOWED = "lossy", "local", "precision"
 MOST = 12  # further trials, if plans turn out to be refused
 ALONE = "one worker"  # the name of the plan for one worker
 SHOWN = 8  # plans in the table that were not tried
+CAUTION = 0.85  # part of a worker's memory that the first trial may be predicted to take: nothing corrects that yet
+KILLED = 137  # the exit code of a run whose worker was killed, as for want of memory
+NO_LAYOUT = "tensor=1"  # words that leave a plan as it is by default
 CLOSE = 1.25  # plans that take at most so many times as long as the fastest are tried a second time
 
 
@@ -45,7 +56,12 @@ class Question:
     seconds: float = 15.0  # of steps, after which a trial ends with fewer of them
     machines: str | None = None  # a description of other machines than these, see `MachineDescription.read`
     limit: float = math.inf  # seconds after which no further trial begins
+    part: float = math.inf  # part of the run that further trials may take, if its number of steps is known
+    most: float = math.inf  # steps after which the run ends in any case
+    done: int = 0  # steps that it has made
     alone: bool = True  # whether one worker is tried, too
+    hosts: tuple[int, ...] = ()  # the workers of each host, if there are several
+    rehearse: Callable[[Path, LaunchOptions, dict[str, Any]], tuple[int, Any]] = rehearse  # runs the script
 
 
 class Planning:
@@ -53,81 +69,136 @@ class Planning:
 
     def __init__(self, options: LaunchOptions, question: Question, folder: Path) -> None:
         self._options, self._question, self._folder = options, question, folder
-        self._runs, self._began = 0, time.monotonic()
-        self._history = History(cache_folder() / "predictions.jsonl")
+        self._runs, self._began, self._limit = 0, time.monotonic(), question.limit
+        self._history = History(cache_folder() / HISTORY)
 
     def answer(self) -> Answer:
         """Probes the machines, predicts all plans and tries the best ones. LaunchError: the script does not train."""
         question, workers = self._question, self._options.workers
         elsewhere = None if question.machines is None else MachineDescription.read(question.machines)
-        base = self._probe(workers if elsewhere is None else 1)
-        assert base.model is not None
-        assert base.machine is not None
-        model, machine = base.model, base.machine
-        if elsewhere is None:
-            predictor = Predictor(model, machine, base, self._history, question.memory)
-        else:
+        probed = self._probe((question.hosts or (workers,))[0] if elsewhere is None else 1)
+        assert probed.model is not None
+        assert probed.machine is not None
+        model, machine, left, is_short = probed.model, probed.machine, math.inf, False
+        if elsewhere is not None:
             model, machine = model.without_seconds(), elsewhere
-            predictor = Predictor(model, machine, room=question.memory)
-        script = Plan.parse(base.plan)
-        plans, refused = candidates(workers, model, script, question.kept, question.allowed, base.merges)
-        prospects = {str(plan): predictor.predict(plan, workers) for plan in plans}
+        predictor = Predictor(model, machine, probed, self._history, question.memory)
+        script, base = Plan.parse(probed.script if self._options.plan is None else self._options.plan), None
+        if elsewhere is None and (question.tries or question.hosts):
+            base = self._first_trial(predictor, script, probed.refused)
+        if base is not None:
+            predictor = predictor.corrected(base)
+            machine = predictor.machine
+        plans, refused = self._candidates(predictor.model, script)
+        refused |= {text: reason for text, (reason, _) in probed.refused.items()}
+        prospects = {str(plan): predictor.predict(plan, workers) for plan in plans if str(plan) not in refused}
         if workers > 1 and question.alone and not layout_of(question.kept):
-            prospects[ALONE] = predictor.predict(replace(script, data=None).validate(1), 1)
-        if elsewhere is None:
+            prospects[ALONE] = predictor.predict(without_layout(script).validate(1), 1)
+        if base is not None:
             if base.plan in prospects:
                 prospects[base.plan] = prospects[base.plan].with_trial(base)
-            if question.tries:
+            left = self._left(base)
+            self._limit = min(question.limit, self._passed + question.part * left)
+            is_short = question.part * left < self._passed  # a further trial takes about as long as the first one
+            if not is_short:
                 self._try(prospects)
             self._drop_refused(prospects, refused)
-            self._remember(prospects, base)
-        return Answer(model, machine, ranked(prospects.values()), refused, self._passed, self._history.error())
+            self._remember(prospects, base, model)
+        ranking, error = ranked(prospects.values()), self._history.error()
+        return Answer(model, machine, ranking, refused, self._passed, base, left if is_short else None, error)
 
-    def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult) -> None:
+    def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
+        question = self._question
+        choice = question.kept, question.allowed, model.merges, question.hosts
+        return candidates(self._options.workers, model, script, *choice)
+
+    def _first_trial(self, predictor: Predictor, script: Plan, refused: Mapping[str, object]) -> TrialResult | None:
+        """Tries a first plan, by which other predictions are corrected: the script's if it is predicted to fit, else
+        the fastest one that is. Where workers run a model that is in pieces, micro-batches are not merged, so a plan
+        without a layout comes first. None if no plan fits.
+        """
+        workers = self._options.workers
+        simple, stated = without_layout(script).validate(workers), script.validate(workers)
+        plans, _ = self._candidates(predictor.model, script)
+        others = ranked(predictor.predict(plan, workers) for plan in plans if str(plan) not in refused)
+        first = [
+            predictor.predict(plan, workers)
+            for plan in dict.fromkeys((simple, stated) if stated.one_by_one else (stated,))
+        ]
+        for one in [*first, *others][: len(first) + MOST]:
+            if one.memory > CAUTION * one.room:
+                continue
+            text = self._options.plan if one.plan == stated else self._words(one)
+            result = self._run(text, workers, first=True)
+            if not result.refused:
+                return result
+        return None
+
+    def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult, model: ModelDescription) -> None:
         """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
-        assert base.model is not None
         for key, one in prospects.items():
             if one.trial is not None and key != base.plan and one.workers == base.workers:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
-                self._history.add(Prediction(key, one.workers, *seconds, base.model.name, time.time()))
+                about = model.name, model.parameters, time.time()
+                peak, sent = max(one.trial.peaks, default=0), sum(one.trial.sent.values())
+                self._history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
+
+    def _left(self, base: TrialResult) -> float:
+        """Returns the seconds that the run will take, if its steps are those of the script's first loop."""
+        steps = min(base.total or math.inf, self._question.most) - self._question.done
+        return max(0.0, steps) * base.step_seconds
 
     @property
     def _passed(self) -> float:
         return time.monotonic() - self._began
 
-    def _probe(self, workers: int) -> TrialResult:
-        """Returns a trial with a probe of the machines: of the script's plan, or of its words without the layout."""
-        first = self._run(self._options.plan, workers, probes=True)
-        if first.model is not None:
-            return first
-        plan = Plan.parse(first.plan)
-        return self._run(str(without_layout(plan)) or f"data={workers}", workers, probes=True)
+    def _probe(self, workers: int) -> ProbeResult:
+        """Returns a probe by so many workers. LaunchError: the script does not reach its first step."""
+        question = self._question
+        say(f"measuring the model and the machines on {plural(workers, 'worker')} ...")
+        asked = ProbeRequest(
+            self._options.workers,
+            (),
+            str(question.kept),
+            tuple(sorted(question.allowed)),
+            question.memory or 0.0,
+            question.hosts,
+        )
+        return probe(self._folder / "probe", self._trial_options(self._options.plan, workers), asked, question.rehearse)
 
     def _try(self, prospects: dict[str, Prospect]) -> None:
         """Tries the fastest plans that fit, and those that are about as fast as the best of them once more."""
         for _ in range(self._question.tries + MOST):
             fitting = [key for key, one in prospects.items() if one.fits and not one.is_refused]
-            best = sorted(fitting, key=lambda key: prospects[key].seconds)[: self._question.tries]
-            best += [key for key in (ALONE,) if key in prospects and prospects[key].fits]
+            best = sorted(fitting, key=lambda key: prospects[key].seconds if key != ALONE else math.inf)
+            best = best[: self._question.tries] + [key for key in (ALONE,) if key in fitting]
             untried = [key for key in best if prospects[key].trial is None]
-            if not untried or self._passed > self._question.limit:
+            if not untried or self._passed > self._limit:
                 break
             self._try_one(prospects, untried[0])
         tried = [key for key, one in prospects.items() if one.trial is not None and one.trial.seconds]
         least = min(prospects[key].step_seconds for key in tried)
         close = [key for key in tried if prospects[key].step_seconds <= CLOSE * least]
         for key in close if len(close) > 1 else ():
-            if self._passed < self._question.limit:
+            if self._passed < self._limit:
                 self._try_one(prospects, key)
 
     def _try_one(self, prospects: dict[str, Prospect], key: str) -> None:
         one = prospects[key]
-        result = self._run(words_of(one.plan), one.workers)
+        result = self._run(self._words(one), one.workers)
         alike = [key]
         if result.refused:  # as are plans that place the parts of the model in the same way
             alike = [other for other, two in prospects.items() if has_same_layout(one.plan, two.plan)]
         for other in alike:
             prospects[other] = prospects[other].with_trial(result)
+
+    def _words(self, one: Prospect) -> str:
+        """Returns the words to give for a plan. On several hosts, workers join those of the first one, to which `data`
+        would not fit.
+        """
+        if not self._question.hosts or one.workers == 1:
+            return words_of(one.plan)
+        return str(replace(one.plan, data=None)) or NO_LAYOUT
 
     def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
         for key, one in [*prospects.items()]:
@@ -135,13 +206,9 @@ class Planning:
                 refused[key] = one.trial.refused
                 del prospects[key]
 
-    def _run(self, text: str | None, workers: int, probes: bool = False) -> TrialResult:
-        """Runs a trial of a plan, or of the script's plan. LaunchError: the script ends too early."""
-        question, self._runs = self._question, self._runs + 1
-        what = f"the plan {text!r}" if text else "the script's plan"
-        say(f"{plural(question.steps, 'step')} with {what} on {plural(workers, 'worker')} ...")
+    def _trial_options(self, text: str | None, workers: int) -> LaunchOptions:
         given = self._options
-        options = LaunchOptions(
+        return LaunchOptions(
             given.script,
             given.arguments,
             workers,
@@ -150,19 +217,44 @@ class Planning:
             shares=given.shares,
             cold_start=given.cold_start,
             kept=given.kept,
-            max_restarts=0,
+            # Parameter servers, and workers on other hosts, need a team that may change.
+            max_restarts=int("server=" in (text or "") or bool(self._question.hosts)),
         )
-        request: dict[str, Any] = {"trial": [question.steps, probes, question.seconds]}
-        code, answer = rehearse(self._folder / str(self._runs), options, request)
+
+    def _run(self, text: str | None, workers: int, first: bool = False) -> TrialResult:
+        """Runs a trial of a plan, or of the script's plan. LaunchError: the script ends too early in the `first`
+        one.
+        """
+        question, self._runs = self._question, self._runs + 1
+        what = f"the plan {text!r}" if text else "the script's plan"
+        say(f"{plural(question.steps, 'step')} with {what} on {plural(workers, 'worker')} ...")
+        request = {"trial": [question.steps, question.seconds]}
+        code, answer = question.rehearse(self._folder / str(self._runs), self._trial_options(text, workers), request)
         if answer and answer["refused"]:
             return TrialResult(text or "", workers, refused=answer["refused"])
         if code or not answer:
             why = f"exit code {code}" if code else "it ended before the last step of the trial"
-            problem = f"{in_one_line(self._options.script)} could not be tried with {what}: {why}"
-            if probes:
+            if first and code != KILLED:
+                problem = f"{in_one_line(self._options.script)} could not be tried with {what}: {why}"
                 raise LaunchError(problem, "see the output above, or use fewer --steps")
             return TrialResult(text or "", workers, refused=why)
         return converted(TrialResult, answer)
+
+
+def probe(
+    folder: Path,
+    options: LaunchOptions,
+    request: ProbeRequest,
+    run: Callable[[Path, LaunchOptions, dict[str, Any]], tuple[int, Any]] = rehearse,
+) -> ProbeResult:
+    """Runs a script up to its first step and probes its model there; `run` starts it. LaunchError: it ends before."""
+    if options.plan is not None:
+        options = replace(options, plan=str(probed_words(Plan.parse(options.plan))) or f"data={options.workers}")
+    code, answer = run(folder, options, {"probe": as_json(request)})
+    if code or not answer:
+        why = f"exit code {code}" if code else "it ended before its first step"
+        raise LaunchError(f"{in_one_line(options.script)} did not reach its first step: {why}", "see the output above")
+    return converted(ProbeResult, answer)
 
 
 def plan(
@@ -171,10 +263,12 @@ def plan(
     form: str = "text",
     svg: Path | None = None,
     explained: str | None = None,
+    launcher: Sequence[str] = (),
 ) -> str:
     """Answers the question: as a text, as "json", or as "describe", the descriptions that predictions are made from.
 
-    Also draws the plans to the file `svg`, and explains the plan `explained`.
+    Also draws the plans to the file `svg`, and explains the plan `explained`. `launcher` are the words that start a run
+    on other hosts.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, Kept() as kept:
         if explained is not None:
@@ -187,18 +281,19 @@ def plan(
     if form == "json":
         return json.dumps(answer.as_data(), indent=2)
     more = "" if explained is None else f"\n\n{answer.explain(explained)}"
-    return f"{_command(options, answer)}\n\n{answer.text(SHOWN)}{more}"
+    return f"{_command(options, answer, launcher)}\n\n{answer.text(SHOWN)}{more}"
 
 
-def _command(options: LaunchOptions, answer: Answer) -> str:
+def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) -> str:
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
     if best is None:
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     if best.workers == 1 and options.workers > 1:
         return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = ["paceline", "run", "--workers", str(best.workers), "--plan", words_of(best.plan)]
-    return command_line([*words, *program])
+    words = words_of(best.plan) if not launcher else str(replace(best.plan, data=None)) or NO_LAYOUT
+    start = launcher or ("run", "--workers", str(best.workers))
+    return command_line(["paceline", *start, "--plan", words, *program])
 
 
 def local_workers() -> int:

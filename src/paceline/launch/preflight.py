@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.base.environment import (
@@ -32,7 +33,7 @@ from paceline.base.environment import (
     slurm_job,
 )
 from paceline.base.text import plural, size_of
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 SHM = Path("/dev/shm")
 LEAST_SHM = 1 << 30  # bytes below which a note is given
@@ -69,6 +70,18 @@ def at_launch() -> Iterator[str]:
     for finding in (*_room(), *_graphics()):
         if finding.cure or finding.note:
             yield f"{finding.what}: {finding.cure or finding.note}"
+
+
+def refuse_fp8() -> None:
+    """Raises UsageError if workers on this host cannot compute with `precision=fp8`, as far as is known without torch.
+
+    GPUs of other makers than NVIDIA, and those of a Linux inside of Windows, are not counted.
+    """
+    if not gpus() and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        what = "precision=fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell)"
+        raise UsageError(f"{what}, and this host has no GPU", "use precision=bf16")
+    if find_spec("torchao") is None:
+        raise UsageError("precision=fp8 needs torchao", "pip install 'paceline[fp8]'")
 
 
 def versions() -> dict[str, str]:

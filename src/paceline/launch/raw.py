@@ -29,6 +29,8 @@ USED = {
     "--notify": "command for failures, hangs and the end",
     "--debug": "gives one worker the terminal",
     "--raw": "itself",
+    "--config": "options, script, arguments, and what paceline.config() returns",
+    "--set": "changes of what paceline.config() returns",
 }
 REFUSED = {
     "plan": ("--plan", "a plan is for the Trainer", "leave it out: the script itself decides how the work is spread"),
@@ -39,6 +41,8 @@ REFUSED = {
     "mirror": ("--mirror", _STATE, "leave it out"),
     "max_steps": ("--steps", "the script counts its own steps", "pass the script's own option after its name"),
     "tensorboard": ("--tensorboard", _FIGURES, "write TensorBoard files in the script"),
+    "log_to": ("--log-to", _FIGURES, "call the logger in the script"),
+    "progress": ("--progress", _FIGURES, "leave it out"),
     "heal": ("--heal", "the script keeps its own weights", "leave it out"),
     "verify_steps": ("--verify-steps", "the script makes its own steps", "leave it out"),
     "min_workers": ("--min-workers", _STATIC, "leave it out: a failure ends all workers"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.console import say
@@ -31,21 +33,30 @@ def parse_time(text: str) -> float:
 
 @contextmanager
 def limited(folder: Path, options: LaunchOptions) -> Iterator[None]:
-    """Stops the run in `folder` when the time of `--max-time` is over, or some time before the end of its Slurm job.
-
-    A script of --raw, which saves its own state, is stopped by --max-time alone.
-    """
-    limit, why = limit_of(options.max_time)
-    if limit is None or (options.raw and options.max_time is None):
+    """Stops the run in `folder` at the deadline in its options."""
+    if options.deadline == math.inf:
         yield
         return
-    timer = threading.Timer(limit, _stop, (folder, why, options.quiet))
+    _, why = limit_of(options.max_time)
+    timer = threading.Timer(max(0.0, options.deadline - time.monotonic()), _stop, (folder, why, options.quiet))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def with_deadline(options: LaunchOptions) -> LaunchOptions:
+    """Returns the options of a run that begins now, with the time at which it must stop: when `--max-time` is over, or
+    some time before the end of its Slurm job.
+
+    A script of --raw, which saves its own state, is stopped by --max-time alone.
+    """
+    limit, _ = limit_of(options.max_time)
+    if limit is None or (options.raw and options.max_time is None):
+        return options
+    return replace(options, deadline=time.monotonic() + limit)
 
 
 def limit_of(text: str | None) -> tuple[float | None, str]:

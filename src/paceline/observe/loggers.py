@@ -1,231 +1,381 @@
-"""Writes TensorBoard files and feeds the user's loggers from the journal.
+"""Feeds loggers from the journal: TensorBoard, trackers of experiments, and loggers that the script makes.
 
-The process that writes the journal also reads it and passes its events to the loggers, and it saves its position in the
-journal. So a process that takes over, or a resumed run, continues at this position and passes on all later events.
+The process that writes the journal also reads it and passes its events to the loggers, and it saves the position of
+each in the journal. So a process that takes over, or a resumed run, continues there and passes on all later events.
+A logger that fails stops and delays nothing: what it missed is read from the journal again.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import socket
+import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NotRequired, TypedDict
 
 from paceline.base.journal import Event, Reader, replace_file
-from paceline.base.schema import read_file, read_json
-from paceline.errors import FormatError, UsageError
+from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
+from paceline.base.schema import read_json
+from paceline.errors import FormatError, PacelineError, UsageError, first_line
 from paceline.observe.metrics import values_of
+from paceline.observe.trackers.tracker import LoggedRun
 
 EVERY = 0.25  # seconds between two reads of the journal
+LINGER = 20.0  # seconds that loggers may take at the end of a run
+LONGEST_PAUSE = 60.0  # seconds until a logger that failed is fed again
 NAME = "loggers.json"  # in the run folder: the position of each logger
-FOLDER = "tensorboard"  # in the run folder
+CLASSES = {
+    "wandb": "weights_and_biases.WandB",
+    "mlflow": "mlflow_runs.MLflow",
+    "trackio": "trackio_runs.Trackio",
+    "comet": "comet_experiments.Comet",
+    "csv": "csv_tables.CSVTables",
+    "tensorboard": "tensorboard_files.TensorBoard",
+    "otlp": "otlp.OTLP",
+}
+_FACTS = ("plan", "workers", "seed", "device", "script")  # fields of the journal's `start` that loggers get
+_NO_VALUES = ("at", "event", "trainer", "step", "name")  # fields of the journal's `media`
+
+
+class LoggerPosition(TypedDict):
+    """How far a logger is, in loggers.json.
+
+    - `at`: a byte of the journal at or before the first event of the last step; `step`: that step.
+    - `id`: the identifier of the logger's run.
+    - `last`: the last step of each value.
+    """
+
+    at: int
+    step: int
+    id: NotRequired[str | None]
+    last: NotRequired[dict[str, int]]
 
 
 class Loggers:
-    """The loggers of a run. Only those of the process that writes the journal are fed; the others do nothing."""
+    """The loggers of a run. Only those of the process that writes the journal are fed; the others do nothing.
 
-    def __init__(self, folder: Path | None, tensorboard: bool = False) -> None:
-        self._folder, self._all, self._looked = folder, list[_Fed](), 0.0
-        if tensorboard and folder is not None:
-            self.add(TensorBoard(), lambda text: None)
+    `names` are loggers that come with Paceline; `say` prints a line.
+    """
 
-    def add(self, logger: Any, say: Callable[..., None]) -> None:
-        """Adds a logger. Raises UsageError if it has no `write` method."""
+    def __init__(
+        self, folder: Path | None, names: Sequence[LoggerName] = (), say: Callable[..., None] = lambda *_, **__: None
+    ) -> None:
+        self._folder, self._say = folder, say
+        self._all, self._looked = list[LoggerFeed](), 0.0
+        self._positions: dict[str, Any] | None = None
+        for name in names if folder is not None else ():
+            self._add(_made(name), name)
+
+    def add(self, logger: Any, upload: bool = False) -> None:
+        """Adds a logger, or those with these names, as ``"wandb:digits,csv"``. With `upload`, the best checkpoint is
+        copied to them. Raises UsageError if there is none of the name, its package is not installed, or an object has
+        no `write` method.
+        """
+        if isinstance(logger, str):
+            for name in parse_loggers(logger, "log_to()"):
+                check_installed(name.kind)
+                self._add(_made(name), name, upload)
+            return
         if not callable(getattr(logger, "write", None)):
             what = f"log_to() needs an object with a method write(step, values), got {logger!r:.60}"
-            raise UsageError(what, "pass paceline.TensorBoard(), or add this method")
-        kind = type(logger).__name__
+            raise UsageError(what, 'pass the name of a logger, as "wandb" or "csv", or add this method')
+        self._add(logger, LoggerName(type(logger).__name__), upload)
+
+    def _add(self, logger: Any, name: LoggerName, upload: bool = False) -> None:
+        is_tensorboard = type(logger).__name__ == "TensorBoard"
+        kind = "TensorBoard" if is_tensorboard else name.kind
         if self._folder is None:
-            say(f"nothing is logged to {kind}, because this run has no run folder", once=True)
+            self._say(f"nothing is logged to {kind}, because this run has no run folder", once=True)
             return
-        same = [fed for fed in self._all if type(fed.logger).__name__ == kind]
-        if isinstance(logger, TensorBoard):
-            if same:  # --tensorboard has added one already
+        same = [feed for feed in self._all if feed.name.partition(" ")[0] == kind]
+        for feed in same if kind in CLASSES or is_tensorboard else ():  # --log-to may have added it
+            if is_tensorboard or not name.target or feed.target in ("", name.target):
+                feed.logger.upload = upload or feed.logger.upload
                 return
-            logger.folder = logger.folder or self._folder / FOLDER
-        name = kind + (f" {len(same) + 1}" if same else "")
-        self._all.append(_Fed(logger, name, self._folder))
+        if hasattr(logger, "upload"):
+            logger.upload = upload
+        number = f" {len(same) + 1}" if same else ""
+        self._all.append(LoggerFeed(logger, kind + number, name.target, self._folder))
 
     def hear(self) -> None:
         """Feeds the loggers, at most every `EVERY` seconds. Called after each event of the journal."""
         if self._all and time.monotonic() - self._looked >= EVERY:
-            self._hand_on()
+            self._feed()
 
     def close(self) -> None:
         """Feeds the loggers for the last time and closes them. Called when the journal has ended."""
-        if self._all:
-            self._hand_on()
-        for fed in self._all:
-            fed.tell_config()
-            getattr(fed.logger, "close", lambda: None)()
+        if not self._all:
+            return
+        self._feed()
+        for feed in self._all:
+            feed.end()
+        until = time.monotonic() + LINGER
+        for feed in self._all:
+            if not feed.has_ended(until):
+                text = f"the logger {feed.name} has not taken everything within {LINGER:.0f} s"
+                self._say(f"{text}; it gets the rest when the run is resumed")
+        self._note()
         self._all.clear()
 
-    def _hand_on(self) -> None:
-        assert self._folder is not None
-        path, known = self._folder / NAME, dict[str, Any]()
-        if path.exists():
-            with suppress(FormatError):  # if their positions are lost, the loggers are fed from the start again
-                known = read_json(path, dict[str, tuple[int, int]], NAME)
-        now = {**known, **{fed.name: fed.hand_on(known.get(fed.name)) for fed in self._all}}
+    def _feed(self) -> None:
         self._looked = time.monotonic()
-        if now != known:
-            replace_file(path, json.dumps(now))
+        if self._positions is None:
+            self._positions = self._saved()
+        for feed in self._all:
+            feed.begin(self._positions.get(feed.name))
+        self._note()
+
+    def _note(self) -> None:
+        """Prints what went wrong, and saves the positions if they have changed."""
+        assert self._folder is not None
+        for feed in self._all:
+            while feed.messages:
+                self._say(feed.messages.popleft())
+        positions = {**(self._positions or {}), **{feed.name: feed.position for feed in self._all}}
+        if positions != self._positions:
+            self._positions = positions
+            with suppress(OSError):  # the journal has warned of a full disk
+                replace_file(self._folder / NAME, json.dumps(positions))
+
+    def _saved(self) -> dict[str, Any]:
+        assert self._folder is not None
+        path = self._folder / NAME
+        if path.exists():
+            with suppress(FormatError, OSError):  # without their positions, the loggers are fed from the start again
+                positions = read_json(path, dict[str, tuple[int, int] | LoggerPosition], NAME)
+                return {
+                    name: one if isinstance(one, dict) else LoggerPosition(at=one[0], step=one[1])
+                    for name, one in positions.items()
+                }
+        return {}
 
 
-class _Fed:
-    """A logger and its position: a byte of the journal at or before the first event of the last step."""
+def _made(name: LoggerName) -> Any:
+    module, _, kind = CLASSES[name.kind].partition(".")
+    return getattr(import_module(f"paceline.observe.trackers.{module}"), kind)(name.target or None)
 
-    def __init__(self, logger: Any, name: str, folder: Path) -> None:
-        self.logger, self.name, self._folder = logger, name, folder
+
+class _Caught:
+    """Keeps an exception that leaves the context, so that it has no other effect."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> _Caught:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
+@dataclass
+class LoggerFeed:
+    """Feeds one logger, in the training loop, or in a thread of its own if the logger has a true `background`.
+
+    `position` is how far it is; `messages` are lines for the user.
+    """
+
+    logger: Any
+    name: str
+    target: str
+    folder: Path
+    position: LoggerPosition = field(default_factory=lambda: LoggerPosition(at=0, step=0))
+    messages: deque[str] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
         self._reader: Reader | None = None
         self._at, self._step = 0, 0
+        self._last: dict[str, int] = {}  # the last step of each value
+        self._repeated: dict[str, int] = {}  # the same when the run was resumed: what was logged before
         self._config: dict[str, Any] = {}  # values that the logger has not received yet
+        self._thread: threading.Thread | None = None
+        self._wake, self._ends = threading.Event(), threading.Event()
+        self._reported: set[str] = set()
+        self._due = self._pause = 0.0  # when a logger that failed is fed again
+        self._has_begun = self._is_off = self._is_over = False
 
-    def hand_on(self, known: Any) -> list[int]:
-        """Feeds the logger the new events of the journal; returns its position, (byte, step).
+    @property
+    def _background(self) -> bool:
+        return bool(getattr(self.logger, "background", False))
 
-        `known` is the position of the process that fed this logger before.
+    def begin(self, saved: LoggerPosition | None) -> None:
+        """Feeds the logger what is new, or has its thread do so. `saved` is the position of the process before."""
+        if not self._has_begun:
+            self._has_begun, self.position = True, saved or self.position
+            if self._background:
+                self._thread = threading.Thread(target=self._run, name=f"paceline-{self.name}", daemon=True)
+                self._thread.start()
+        if self._thread is None:
+            self._feed()
+        self._wake.set()
+
+    def end(self) -> None:
+        """Feeds the logger for the last time and closes it; its thread goes on until this is done."""
+        self._due = 0.0
+        self._ends.set()
+        self._wake.set()
+        if self._thread is None:
+            self._close()
+
+    def has_ended(self, until: float) -> bool:
+        """Waits until the monotonic time `until` for the end. Returns whether the logger has received everything."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+            return not self._thread.is_alive() and self._is_over
+        return self._is_over
+
+    def _run(self) -> None:
+        has_ended = False
+        while not has_ended:
+            if not self._pause:
+                self._wake.wait()
+            self._wake.clear()
+            has_ended = self._ends.is_set()
+            self._feed()
+            if not has_ended:
+                self._ends.wait(max(EVERY, self._due - time.monotonic()))
+        self._close()
+
+    def _close(self) -> None:
+        self._due = 0.0
+        self._feed()
+        with _Caught() as caught:
+            if self._reader is not None:
+                self._send_config()
+                self._send()
+            self._call("close")
+        if caught.error is not None:
+            self._failed(caught.error)
+        self._is_over = not self._pause
+
+    def _feed(self) -> None:
+        """Hands on what is new. After an exception the next record follows, or, if a service does not answer, all of it
+        later.
         """
+        while time.monotonic() >= self._due and not self._is_off:
+            with _Caught() as caught:
+                self._hand_on()
+            if caught.error is None:
+                self._due = self._pause = 0.0
+                return
+            self._failed(caught.error)
+
+    def _failed(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, PacelineError):
+            message = f"nothing is logged to {self.name}: {error}"
+            self._is_off = True
+        elif self._reader is None or any(isinstance(cause, OSError) for cause in _causes(error)):
+            message = f"the logger {self.name} failed ({text}); training goes on, and it gets the missing values later"
+            self._pause = min(2 * self._pause or 1.0, LONGEST_PAUSE)
+            self._due = time.monotonic() + self._pause
+            self._reader = None  # what it may not have taken is read again
+        else:
+            what = f"the logger {self.name} failed at step {self._step}"
+            message = f"{what} ({text}); training goes on without this record"
+        kind = message.partition("(")[0].rstrip("0123456789 ")
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self.messages.append(message)
+
+    def _hand_on(self) -> None:
         if self._reader is None:
-            self._at, self._step = known or (0, 0)
-            self._reader = Reader(self._folder, self._at, damaged=False)
-            self._rewind(self._step)
+            self._at, self._step = self.position["at"], self.position["step"]
+            self._last, self._repeated = dict(self.position.get("last") or {}), {}
+            self._config = {}
+            if hasattr(self.logger, "begin"):
+                script = next((event for event in _events(self.folder) if event["event"] == "start"), {})
+                stem = Path(str(script.get("module") or script.get("script") or "paceline")).stem
+                about = LoggedRun(self.folder, self.folder.absolute().name, stem, self.position.get("id"))
+                self.position = {**self.position, "id": self.logger.begin(about)}
+            self._reader = Reader(self.folder, self._at, damaged=False)
+            self._call("rewind", self._step)
         for start, event in self._reader.news():
             self._event(start, event)
-        return [self._at, self._step]
+        self._send()
+
+    def _send(self) -> None:
+        self._call("flush")
+        at = self._at
+        if getattr(self.logger, "appends", False):  # nothing is handed over twice but what arrives before a crash
+            at = self._at if self._config or self._reader is None else self._reader.at
+            self.position = {**self.position, "last": dict(self._last)}
+        self.position = {**self.position, "at": at, "step": self._step}
 
     def _event(self, start: int, event: Event) -> None:
-        if event["event"] == "start":
+        kind, logger = event["event"], self.logger
+        if kind == "start":
             resumed = event.get("resumed_from") or 0
             self._at, self._step = start, resumed + (resumed > 0)
-            self._rewind(self._step)
+            self._repeated = dict(self._last) if getattr(logger, "appends", False) else {}
+            if getattr(logger, "takes_facts", False):
+                self._config |= _facts(event)
+            self._call("rewind", self._step)
+        if hasattr(logger, "at"):
+            logger.at = event["at"]
+        self._call("event", event)
         prefix = f"trainer {event['trainer']}/" if event.get("trainer") else ""
-        if event["event"] == "config":
+        if kind == "config":
             values = event.get("values") or {}
             self._config |= {prefix + name: value for name, value in values.items() if value is not None}
-        media = event["event"] == "media" and callable(getattr(self.logger, "media", None))
+        for mark in (event.get("best") or ()) if kind == "checkpoint" and hasattr(logger, "artifact") else ():
+            trainer = f"trainer {mark['trainer']}/" if mark["trainer"] else ""
+            self._send_config()
+            logger.artifact(event.get("step") or 0, trainer + mark["name"], self._checkpoint(event), mark["value"])
+        is_media = kind == "media" and callable(getattr(logger, "media", None))
         values, step = values_of(event), event.get("step", self._step)
-        if not (values or media) or step is None:
+        if not (values or is_media) or step is None:
             return
         if step > self._step:
             self._at, self._step = start, step
-        if isinstance(self.logger, TensorBoard):
-            self.logger.at = event["at"]
-        self.tell_config()
-        if media:
-            fields = {
-                key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")
-            }
+        self._send_config()
+        tags = [prefix + str(event.get("name"))] if is_media else [prefix + tag for tag in values]
+        new = [tag for tag in tags if step > self._repeated.get(tag, -1)]
+        self._last |= dict.fromkeys(new, int(step))
+        if is_media and new:
+            fields = {key: value for key, value in event.items() if key not in _NO_VALUES}
             if "file" in fields:
-                fields["file"] = str(self._folder / fields["file"])
-            self.logger.media(step, prefix + str(event.get("name")), fields)
-        else:
-            self.logger.write(step, {prefix + tag: value for tag, value in values.items()})
+                fields["file"] = str(self.folder / fields["file"])
+            logger.media(step, tags[0], fields)
+        elif new:
+            logger.write(step, {tag: values[tag.removeprefix(prefix)] for tag in new})
 
-    def tell_config(self) -> None:
+    def _checkpoint(self, event: Event) -> str:
+        """The folder or the address of a checkpoint."""
+        path = str(event.get("path") or "")
+        return path if "://" in path else str((self.folder / path).absolute())
+
+    def _send_config(self) -> None:
         """Hands over the config once, before the first values, because TensorBoard takes only one."""
         config, self._config = self._config, {}
-        if config and callable(getattr(self.logger, "config", None)):
-            self.logger.config(config)
+        if config:
+            self._call("config", config)
 
-    def _rewind(self, step: int) -> None:
-        getattr(self.logger, "rewind", lambda step: None)(step)
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Calls a method that a logger may have."""
+        getattr(self.logger, name, lambda *_: None)(*arguments)
 
 
-class TensorBoard:
-    """A logger that writes TensorBoard's event files to `folder` (default: ``tensorboard`` in the run folder).
+def _events(folder: Path) -> Iterator[Event]:
+    for _, event in Reader(folder, damaged=False).news():
+        yield event
 
-    Each process that writes adds a file, which begins with the step from which on it replaces the earlier files:
-    TensorBoard's readers drop their later steps. Raises UsageError if the package tensorboard is not installed.
-    """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        if find_spec("tensorboard") is None:
-            what = "TensorBoard files cannot be written because the package tensorboard is not installed"
-            raise UsageError(what, "run pip install 'paceline[tensorboard]'")
-        self.folder = None if folder is None else Path(folder)
-        self.at = 0.0  # the Unix time of the next record
-        self._file: BinaryIO | None = None
-        self._warned = False
+def _facts(start: Event) -> Mapping[str, Any]:
+    """What a run is made of, for the loggers that come with Paceline, from its journal's `start`."""
+    facts = {f"paceline.{name}": start[name] for name in _FACTS if start.get(name) is not None}
+    if len(start.get("argv") or ()) > 1:
+        facts["paceline.arguments"] = " ".join(start["argv"][1:])
+    return facts
 
-    def write(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Adds values of a step: numbers as scalars, texts as texts."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary_v2 import text_pb
 
-        summary = Summary()
-        for tag, value in values.items():
-            if isinstance(value, str):
-                summary.value.extend(text_pb(tag, value).value)
-            else:
-                summary.value.add(tag=tag, simple_value=value)
-        self._put(step=step, summary=summary)
-
-    def media(self, step: int, name: str, event: Mapping[str, Any]) -> None:
-        """Adds a histogram, or the picture in the PNG ``file``; `event` has the fields of its journal event."""
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-        summary = Summary()
-        if event["kind"] == "histogram":
-            counts, mean = event["counts"], event["mean"]
-            count = sum(counts)
-            squares = count * (event["deviation"] ** 2 + mean**2)
-            about = {"min": event["edges"][0], "max": event["edges"][-1], "num": count, "sum": count * mean}
-            limits = {"bucket_limit": event["edges"][1:], "bucket": counts}
-            summary.value.add(tag=name, histo=HistogramProto(**about, sum_squares=squares, **limits))
-        elif (file := Path(event["file"])).exists():
-            size = {"height": event["height"], "width": event["width"], "colorspace": 4}
-            summary.value.add(tag=name, image=Summary.Image(**size, encoded_image_string=read_file(file)))
-        self._put(step=step, summary=summary)
-
-    def config(self, values: Mapping[str, Any]) -> None:
-        """Adds the config of the run, for TensorBoard's HParams tab."""
-        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-
-        self._put(step=0, summary=hparams_pb(dict(values), trial_id=str(self.folder)))
-
-    def rewind(self, step: int) -> None:
-        """Makes readers drop this step and later ones, which will be written again."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
-        self._put(step=step, session_log=SessionLog(status=SessionLog.START))
-
-    def close(self) -> None:
-        """Closes the file; the next record opens a new one."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _put(self, **fields: Any) -> None:
-        """Appends a record with one system call, so that what was written survives the death of this process."""
-        from tensorboard.compat.proto.event_pb2 import Event as Record
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        try:
-            if self._file is None:
-                self._file = self._open()
-                first = Record(wall_time=time.time(), file_version="brain.Event:2")
-                RecordWriter(self._file).write(first.SerializeToString())
-            record = Record(wall_time=self.at or time.time(), **fields)
-            RecordWriter(self._file).write(record.SerializeToString())
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                what = f"the TensorBoard file in {self.folder} cannot be written ({error.strerror})"
-                warnings.warn(f"{what}; training continues. Free some space on that disk.", stacklevel=2)
-
-    def _open(self) -> BinaryIO:
-        """Creates a file whose name sorts after those of the existing files, the order in which they are read."""
-        assert self.folder is not None
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        matches = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
-        number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in matches if earlier)])
-        path = self.folder / f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}"
-        return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0)
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -111,6 +111,11 @@ METRICS = (
         *("paceline_device_utilisation", "1", "model operations as a fraction of the peak of all devices"),
         of=lambda s: {"": s.utilisation} if s.utilisation is not None else {},
     ),
+    Metric(
+        *("paceline_gpu_busy", "1", "fraction of the last second during which the GPU of worker 0 computed"),
+        tag="gpu/busy",
+        record=_known("gpu"),
+    ),
     Metric("paceline_step_seconds", "s", "seconds per step on worker 0", tag="time/step", record=_a_step),
     Metric(
         *(
@@ -207,6 +212,12 @@ METRICS = (
 
 
 RESERVED = {metric.tag for metric in METRICS}
+_UNITS = {metric.tag: metric.unit for metric in METRICS if metric.tag}
+
+
+def unit_of(tag: str) -> str:
+    """The unit of a value by its tag: that of the table for Paceline's own, else 1."""
+    return _UNITS.get(tag) or _UNITS.get(tag.partition("/")[0] + "/{}", "1")
 
 
 def values_of(event: Event) -> dict[str, float | str]:

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.base.journal import Event
 from paceline.base.mesh import AXES
 from paceline.base.text import duration, plural, ranks, size_of
+from paceline.observe.model_text import model_line
 from paceline.parallel.pipeline.schedule import (
     SPLIT,
     Simulated,
@@ -93,6 +94,7 @@ class PlanExplanation:
     def __init__(self, plan: Plan, workers: int, event: Mapping[str, Any]) -> None:
         self.plan, self.workers, self.mesh = plan, workers, plan.mesh(workers)
         self.model, self.micro = event.get("model") or "", event.get("micro")
+        self.size = model_line(event.get("size") or {})
         self.micro_batches = int(event.get("micro_batches") or 8)
         islands = plan.local or 1  # each island has a run of micro-batches and at least one replica
         self.islands = -(-islands // self.mesh.data)  # islands of a replica, at most
@@ -246,6 +248,8 @@ class PlanExplanation:
             if self.kind[0] in SPLIT:
                 note = note.replace("its backward pass", "the gradients of inputs, in parentheses those of weights")
             notes.append(note)
+        if self.size:
+            notes.append(f"the model is a {self.size}")
         if self.predicted:
             parts = self.mesh.context * self.mesh.tensor
             equal = f" and divided by {parts}" * (parts > 1)

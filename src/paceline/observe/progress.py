@@ -19,10 +19,12 @@ from paceline.base.console import Coloured, printable, say
 from paceline.base.journal import Event
 from paceline.base.terminal import Terminal
 from paceline.base.text import clock, number, shares_of, total, totals, trainer_names
+from paceline.observe.notebook import NotebookBar, in_notebook
 
-BAR = 12  # cells
+BAR, WIDEST = 12, 40  # cells of a bar, at least and at most
 WINDOW = 10.0  # seconds of events that the rates are averaged over
 REFRESH = 0.1  # seconds between two paintings of the live line
+IN_NOTEBOOK = 0.5  # the same in a notebook
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -53,19 +55,25 @@ class _Track:
 class Progress(AbstractContextManager["Progress"]):
     """Shows the progress of the run, by default on standard error, so that the script's own output stays clean.
 
-    With `live`, the default on a terminal, one line is repainted. Otherwise plain lines are printed: at the first step,
-    then at most one every `every` seconds, and the last one at `close`. If the reader goes away (a closed pipe),
-    nothing more is shown and the training goes on. The run stops after `max_steps` steps, if it has so many.
+    `kind` is ``rich``, the default on a terminal: one line with a bar is repainted; ``plain``, the default elsewhere:
+    lines are printed at the first step, then at most one every `every` seconds, and the last one at `close`; or
+    ``none``. The kernel of a notebook shows a bar in the output of the cell instead of repainting a line. If the reader
+    goes away (a closed pipe), nothing more is shown and the training goes on. The run stops after `max_steps` steps, if
+    it has so many.
     """
 
     max_steps: int | None = None
 
-    def __init__(self, console: Terminal | None = None, live: bool | None = None, every: float = 10.0) -> None:
-        self._console = console or Terminal(stderr=True)
+    def __init__(self, console: Terminal | None = None, kind: str | None = None, every: float = 10.0) -> None:
+        has_notebook = kind in (None, "rich") and console is None and in_notebook()
+        self._notebook = NotebookBar(self._show_rest) if has_notebook else None
+        forced = True if kind == "rich" and self._notebook is None else None
+        self._console = console or Terminal(stderr=True, force_terminal=forced)
         self._console.on_broken_pipe = self._mute  # type: ignore[method-assign]  # rich's own ends the process
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = terminal if live is None else live
-        self._every = every
+        self._live = self._notebook is None and (terminal if kind is None else kind == "rich")
+        self._every, self._is_off = every, kind == "none"
+        self._fraction: float | None = None  # of the steps to make
         self._painter: Live | None = None
         self._tracks: dict[Any, _Track] = {}
         self._shown = -float("inf")
@@ -88,7 +96,8 @@ class Progress(AbstractContextManager["Progress"]):
         """Adds steps. `event` has the fields of the journal's ``step``; may be called several times a second."""
         self._tracks.setdefault(event.get("trainer"), _Track()).add(event)
         self._pending = True
-        if time.monotonic() - self._shown >= (REFRESH if self._live else self._every):
+        pause = IN_NOTEBOOK if self._notebook is not None else REFRESH if self._live else self._every
+        if time.monotonic() - self._shown >= pause:
             self._show()
 
     def evaluate(self, event: Event) -> None:
@@ -109,13 +118,23 @@ class Progress(AbstractContextManager["Progress"]):
         self._ended = True
         if self._pending or self._painter is not None:
             self._show()
+        if self._notebook is not None:
+            self._notebook.close()
         if self._painter is not None:
             self._write(self._painter.stop, always=True)
             self._painter = None
 
+    def _show_rest(self) -> None:
+        if self._pending:
+            self._show()
+
     def _show(self) -> None:
         self._pending, self._shown = False, time.monotonic()
-        if self._live:
+        if self._is_off:
+            return
+        if self._notebook is not None:
+            self._notebook.show([(text, style == "bold") for _, text, style in self._parts()], self._fraction)
+        elif self._live:
             self._write(self._paint)
         else:
             self.line("  ".join(text for _, text, _ in self._parts()))
@@ -127,8 +146,18 @@ class Progress(AbstractContextManager["Progress"]):
             self._painter.start()
             self._console.show_cursor(True)  # a killed process could not bring it back
         parts = self._parts()
-        while len(parts) > 1 and sum(len(text) + 2 for _, text, _ in parts) - 2 > self._console.width:
-            parts.remove(max(parts))  # the least important one
+        if self._fraction is not None and self._console.encoding.startswith("utf"):
+            parts.insert(1, (6, " " * (BAR + 2), "cyan"))
+        space = self._console.width + 2 - sum(len(text) + 2 for _, text, _ in parts)
+        while len(parts) > 1 and space < 0:
+            least = max(parts)  # in importance
+            parts.remove(least)
+            space += len(least[1]) + 2
+        if len(parts) > 1 and parts[1][0] == 6 and self._fraction is not None:
+            cells = BAR + min(space, WIDEST - BAR)
+            eighths = int(self._fraction * cells * 8)
+            bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(cells)
+            parts[1] = (6, f"▕{bar}▏", "cyan")
         line = Text("  ").join(Text(text, style) for _, text, style in parts)
         line.no_wrap, line.overflow = True, "crop"
         self._painter.update(line, refresh=True)
@@ -146,13 +175,12 @@ class Progress(AbstractContextManager["Progress"]):
         active = {name: track for name, track in started.items() if latest - track.updated_at < WINDOW}
         events = [event for track in active.values() for event in track.events]
         main_track, event = next((track, track.events[-1]) for track in active.values())
-        bar = epoch = metrics = ""
-        if self._live:
-            if target_step and self._console.encoding.startswith("utf"):
-                eighths = step * BAR * 8 // target_step
-                bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
-            begun = int(event.get("epoch") or 0) + 1
-            of_epochs = f"/{main_track.epochs}" if (main_track.epochs or 0) >= begun else ""
+        self._fraction = step / target_step if target_step else None
+        epoch = metrics = ""
+        if self._live or self._notebook is not None:
+            newest = max(active.values(), key=lambda track: track.updated_at)
+            begun = int(newest.events[-1].get("epoch") or 0) + 1
+            of_epochs = f"/{newest.epochs}" if (newest.epochs or 0) >= begun else ""
             epoch = f"epoch {begun}{of_epochs}" if begun > 1 or of_epochs else ""
             values = {**(event.get("metrics") or {}), **main_track.evaluated}
             shown = {n: value for n, value in values.items() if n != "n" and isinstance(value, int | float)}
@@ -165,13 +193,12 @@ class Progress(AbstractContextManager["Progress"]):
         shares = [f"{name} {share:.0%}" for name, share in shares_of(totals(events, "time")) if share >= 0.005]
         parts = [
             (0, f"step {step}/{target_step}" if target_step else f"step {step}", "bold"),
-            (7, bar and f"▕{bar}▏", "cyan"),
             (4, epoch, ""),
             (1, losses and f"loss {losses}", ""),
             (2, metrics, ""),
             (5, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
             (3, f"{clock((target_step - step) / pace)} left" if target_step and pace and not self._ended else "", ""),
-            (6, " ".join(shares), "dim"),
+            (7, " ".join(shares), "dim"),
         ]
         return [part for part in parts if part[1]]
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 from paceline.base.console import command_line, in_one_line, quoted, separated
@@ -38,7 +39,8 @@ from paceline.observe.key_figures import (
     started_at,
     step_count,
 )
-from paceline.observe.plan_explanation import PlanExplanation
+from paceline.observe.model_text import block_rows, model_line
+from paceline.observe.plan_explanation import PlanExplanation, took
 
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")
@@ -57,6 +59,7 @@ class Summary:
       (step, value) by name, `texts` the last logged text of each name, with its step.
     - `samples_per_second` is the speed of the last attempt without the first tenth of its steps, `time` the seconds of
       worker 0 by part, `bytes_moved` the bytes it sent, `waited_for` the seconds others waited for each worker.
+    - `chosen` is what `auto` decided and predicted last, `step_seconds` the usual step of the last attempt.
     - `made` and `made_by` are counts of all trainers, with repeated steps; `each` is the last record of what each of
       very many workers computed.
     - `up` says which workers belong to the team now, `hosts` where they were, `loaded` how long they waited for rows,
@@ -106,8 +109,8 @@ class Summary:
         self.checkpoints = effective_steps(events, "checkpoint")
         self.evaluations = effective_steps(events, "evaluate")
         self.grids = _once(events, "grid", "phase")
-        self.shares = [event for event in last if event["event"] == "shares"]
-        self.memory = [event for event in last if event["event"] == "memory"]
+        self.shares, self.memory = ([e for e in last if e["event"] == kind] for kind in ("shares", "memory"))
+        self.models = list({event.get("trainer"): event for event in last if event["event"] == "model"}.values())
         known = {e.get("trainer"): e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
@@ -118,12 +121,7 @@ class Summary:
         self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())
         self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
         self.notes = _once(events, "note", "text")
-        self.decisions = _once(events, "decision", "what")
-        if len({event["trainer"] for event in events if "trainer" in event}) > 1:
-            self.decisions = [
-                {**event, "what": f"trainer {event['trainer']}: {event.get('what')}"} if "trainer" in event else event
-                for event in self.decisions
-            ]
+        self._add_decisions(events)
         up = _up(last)
         self.up = {} if self.outcome else up
         processes = [
@@ -148,6 +146,15 @@ class Summary:
         media = {(event.get("trainer"), event.get("name")): event for event in effective_steps(events, "media")}
         self.media = [*media.values()]  # the last picture or histogram of each name
 
+    def _add_decisions(self, events: list[Event]) -> None:
+        self.decisions = _once(events, "decision", "what")
+        self.chosen: Event = next((e for e in reversed(events) if e["event"] == "decision" and "predicted" in e), {})
+        if len({event["trainer"] for event in events if "trainer" in event}) > 1:
+            self.decisions = [
+                {**event, "what": f"trainer {event['trainer']}: {event.get('what')}"} if "trainer" in event else event
+                for event in self.decisions
+            ]
+
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
         records = effective_steps(events)
         models = {record.get("trainer"): "" for record in records}
@@ -160,6 +167,8 @@ class Summary:
         main = main_records[0].get("trainer") if main_records else None
         current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or main_records
         self.samples_per_second = _steady_speed(current) if main_records else None
+        steady = [r for r in current[len(current) // 10 :] if r.get("steps") and r.get("seconds")]
+        self.step_seconds = median(r["seconds"] / r["steps"] for r in steady) if steady else None
         compared_speed = self.compare.get("samples_per_second")
         self.speedup = self.samples_per_second / compared_speed if compared_speed and self.samples_per_second else None
         of_model = [event for event in last if event["event"] == "flops" and event.get("trainer") == main]
@@ -422,6 +431,29 @@ def _by_kind(summary: Summary) -> Rows:
     ]
 
 
+def _predictions(s: Summary) -> str:
+    """What `auto` predicted of its plan, beside what was measured."""
+    chosen, process = s.chosen, s.memory[-1].get("process") if s.memory else None
+    texts = list[str]()
+    if chosen and s.step_seconds:
+        tried = f" ({took(chosen['tried'])} in its trial)" if chosen.get("tried") else ""
+        measured = f"{took(s.step_seconds)} measured{_error(chosen['predicted'], s.step_seconds)}"
+        texts.append(f"a step of {took(chosen['predicted'])}{tried}, {measured}")
+    if chosen.get("memory") and process:
+        measured = f"{size_of(process)} measured{_error(chosen['memory'], process)}"
+        texts.append(f"{size_of(chosen['memory'])} of memory, {measured}")
+    explained = next(iter(s.explained.values()), None)
+    if chosen and explained is not None and explained.predicted and explained.measured:
+        sends, sent = (sum((side[0].get("sent") or {}).values()) for side in (explained.predicted, explained.measured))
+        texts.append(f"{size_of(sends)} sent in a step, {size_of(sent)} measured{_error(sends, sent)}")
+    return "; ".join(texts)
+
+
+def _error(predicted: float, measured: float) -> str:
+    """By how much a prediction was off, in brackets; nothing if nothing was measured."""
+    return f" ({predicted / measured - 1:+.0%})" if measured else ""
+
+
 def _codec(event: Event) -> str:
     sent, full = event.get("sent") or 0, event.get("full") or 0
     ratio = f" ({sent / full:.1%})" if full else ""
@@ -555,6 +587,14 @@ def _computing(s: Summary) -> str:
     return "; ".join(filter(None, texts))
 
 
+def _gpu(s: Summary) -> str:
+    """How much of the time worker 0's GPU was busy, as a text."""
+    records = [event for of_trainer in s.steps.values() for event in of_trainer if event.get("gpu") is not None]
+    seconds = total(records, "seconds")
+    busy = sum(event["gpu"] * (event.get("seconds") or 0.0) for event in records)
+    return f"worker 0's GPU was busy {busy / seconds:.0%} of the time" if seconds else ""
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """Describes the run as (name, text) rows by title; omits rows that the journal has no data for."""
     s, start = summary, summary.start
@@ -584,7 +624,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("noise scale", _noise(event)) for event in s.noise),
             ("done", _done(s)),
             ("speed", _speed(s)),
-            ("computing", _computing(s)),
+            ("computing", "; ".join(filter(None, [_computing(s), _gpu(s)]))),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),
@@ -598,9 +638,12 @@ def facts(summary: Summary) -> dict[str, Rows]:
         ],
         "Plan": [
             ("plan", f"{start['plan']} (from {start.get('plan_origin')})" if start.get("plan") else ""),
+            *(("model", model_line(event)) for event in s.models),
+            ("predictions", _predictions(s)),
             *(("grid", str(grid.get("text") or "")) for grid in s.grids),
             ("shares", _shares(s)),
         ],
+        "Model": [row for event in s.models for row in block_rows(event)],
         "Workers": _workers(s),
         "What happened": [
             ("started", started_at(s)),
@@ -671,7 +714,7 @@ def explain(folder: Path, svg: Path | None = None) -> str:
         save(summary.drawn[0], svg)
     tables = facts(summary)
     lines: list[str] = []
-    for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):
+    for title in ("Environment", "Plan", "Model", "Workers", "Decisions", "Results", "Costs", "What happened"):
         if title == "Decisions":
             decisions = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
             rows = [f"  {what}\n    because {why}" for what, why in decisions]

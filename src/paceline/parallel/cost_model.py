@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.base.sharding import RowShards
 from paceline.compute.parameter_owners import choose_owners
-
-CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes per 256 elements, with their scale
+from paceline.plan import CODED_BYTES
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class IslandFacts:
 
     def sent(self, local_bytes: int, elements: int) -> int:
         """Returns the bytes that merges send per step, for a worker's rows of this many bytes and elements."""
-        return (local_bytes if self.codec is None else elements * CODED[self.codec] // 256) // self.every
+        return (local_bytes if self.codec is None else elements * CODED_BYTES[self.codec] // 256) // self.every
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Layout:
 
     shards: RowShards = ALONE
     route: tuple[ReduceStep, ...] = ()
+    overwrites_gradients = False  # whether `complete` uses their memory
     gathers = False  # whether parameters are gathered from others before they are used
 
     def __init__(self, job: ParallelJob, allocate: Allocate | None = None) -> None:

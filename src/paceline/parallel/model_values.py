@@ -6,6 +6,9 @@ needs memory for its own shards and one full parameter.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -42,6 +45,22 @@ class ModelValues:
                 if any(id(leaf) in replacements for leaf in pytree.tree_iter(value)):
                     attributes[name] = pytree.tree_map(lambda leaf: replacements.get(id(leaf), leaf), value)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
+
+    @contextmanager
+    def lent(self, names: Collection[str]) -> Iterator[None]:
+        """Gives these parameters their values while the context is active, if the model was built without memory and is
+        not sharded.
+        """
+        job, params = self.job, {name: self.job.model.get_parameter(name) for name in names}
+        without = {name: param.data for name, param in params.items()}
+        assert job.blueprint is not None
+        try:
+            for name, param in params.items():
+                param.data = job.blueprint.value(self._full_values[name]).to(job.device)
+            yield
+        finally:
+            for name, data in without.items():
+                params[name].data = data
 
     def materialize(self, group: Group, mesh: Mesh, known: bool) -> None:
         """Gives each parameter of the sharded model its shard of the values.

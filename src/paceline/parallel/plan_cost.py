@@ -10,9 +10,9 @@ from paceline.compute.int8_states import state_per_byte
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import held
 from paceline.parallel import data_parallel, zero1
-from paceline.parallel.cost_model import CODED, Cost, Facts, IslandFacts
+from paceline.parallel.cost_model import Cost, Facts, IslandFacts
 from paceline.parallel.pipeline.schedule import kept, table
-from paceline.plan import Plan
+from paceline.plan import CODED_BYTES, Plan
 
 
 def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
@@ -53,7 +53,7 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     if plan.server:
         sent_bytes, dense_shapes = estimate.gradients, facts.shapes[: len(facts.shapes) - facts.sparse]
         if plan.codec:
-            sent_bytes = sum(map(RowShards(1).width, dense_shapes)) * CODED[plan.codec] // 256
+            sent_bytes = sum(map(RowShards(1).width, dense_shapes)) * CODED_BYTES[plan.codec] // 256
         estimate = replace(estimate, optimizer=0, sent={"servers": sent_bytes * (1 + (plan.copies or 0))})
     rows = table(plan.stage_order, mesh.pipeline, plan.virtual or 1, forwards)
     return replace(estimate, in_flight=max(map(kept, rows)))
@@ -83,5 +83,5 @@ def facts_of(job: TrainingJob) -> Facts:
         owned={numbers[name]: cut.shape for name, cut in job.owned_cuts.items() if name in numbers},
         divided=job.divided_numbers,
         wider=2 if job.bf16_weights else 1,
-        has_masters=bool(job.masters),
+        has_masters=job.keeps_masters,
     )

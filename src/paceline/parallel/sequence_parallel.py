@@ -46,6 +46,7 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
+from paceline.parallel.tensor_parallel.attention_functions import OF_SEQUENCES
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
@@ -223,9 +224,10 @@ class SequenceParallel:
         self.words = f"context={unit.size}"
         self._is_compiled, self._is_comparing = False, False  # whether blocks are compiled; that is being verified
         self._uncompiled_traffic = 0  # bytes that an uncompiled micro-batch sends
-        self._gathers_outputs = job.over is None  # whether the loss gets full outputs; the comparison may decide
+        # Whether the loss gets full outputs; the comparison may decide.
+        self._gathers_outputs = job.over is None and job.trains
         self._moves = _ShardRedistributor(unit)
-        rules, name = OP_RULES | SUM_RULES | _RULES, lambda: self._model
+        rules, name = OP_RULES | SUM_RULES | _RULES | OF_SEQUENCES, lambda: self._model
         self.mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, STRETCH)
         self._gathered_functions, self._indivisible = set[str](), set[int]()
         self._has_divided = False  # whether a block was given a sequence shard
@@ -267,7 +269,7 @@ class SequenceParallel:
     def _forward(self, model: nn.Module, batch: Any) -> Any:
         if model is not self.job.model:
             return self._plain_forward(model, batch)
-        if not self._has_compared and model.training and torch.is_grad_enabled():
+        if not self._has_compared and model.training and torch.is_grad_enabled() and self.job.trains:
             # A model in pipeline stages can be compared only while it is assembled.
             self._has_compared = not self._in_stages or self.job.assembled
             if self._has_compared:

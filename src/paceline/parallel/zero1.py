@@ -44,6 +44,8 @@ class Zero1(Layout):
     replicas. After the update all workers gather each other's rows.
     """
 
+    overwrites_gradients = True
+
     def __init__(self, job: ParallelJob, replica: Group) -> None:
         super().__init__(job, replica.allocate)
         self.replica, self.shards = replica, RowShards(replica.size, replica.rank)

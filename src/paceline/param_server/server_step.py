@@ -26,13 +26,20 @@ from paceline.train.step_verbs import (
 from paceline.train.strategy import LockstepStrategy
 
 
-def server_step(context: StepContext, batches: Batches) -> Step:
-    """Makes one optimizer step with parameter servers, on all workers or on none, and returns it."""
+def server_step(context: StepContext, batches: Batches) -> Step | None:
+    """Makes one optimizer step with parameter servers, on all workers or on none, and returns it.
+
+    Returns None if an iterable dataset has no more rows.
+    """
     step = begin_step(context, batches.title.format(context.done + 1))
     for attempt in attempts(context):  # again after a lost peer
         with attempt:
             open_attempt(context, step)  # in a new generation, the servers get the state
-            load_batch(context, step, batches.load(0, context.shares.assignment))
+            batch = batches.load(0, context.shares.assignment)
+            if batch is None:  # an iterable dataset has ended
+                attempt.commit(None)
+                continue
+            load_batch(context, step, batch)
             while True:
                 forward_backward(context, step)  # pushes each bucket to the servers that hold its parameters
                 reduce(context, step)  # losses and counts, among workers
@@ -44,6 +51,8 @@ def server_step(context: StepContext, batches: Batches) -> Step:
             # The norm comes from the servers, once they have all pushes; the update tells them to apply the sums.
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)  # reads the new weights
+    if attempt.result is None:
+        return None
     if attempt.taken is not None:
         take_over(context, step, *attempt.taken[1])
     publish(context, step)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -14,35 +14,37 @@ from paceline.errors import PlanError
 from paceline.plan import Plan
 from paceline.planner.descriptions import ModelDescription
 
-LAYOUT = {
-    *AXES,
-    "zero",
-    "offload",
-    "schedule",
-    "virtual",
-    "local",
-    "every",
-    "server",
-}  # words that say where parts of a model are
+_PLACES = {*AXES, "local", "server"}
+# Words that say where parts of a model and its updates are, with those that refine them.
+LAYOUT = _PLACES | {row.name for row in fields(Plan) if row.metadata["of"] in {*_PLACES, "fragments"}}
+PROBED = "micro", "precision", "optimizer_states", "tiles"
 VIRTUAL = 1, 2
 LOSSY = "codec=bf16", "codec=int8"
 EVERY = 20  # steps between two merges of local SGD
+STALENESS = 4  # steps that a worker may run ahead of others
 
 
 def candidates(
-    workers: int, model: ModelDescription, script: Plan, kept: Plan, allowed: frozenset[str], free_micro: bool
+    workers: int,
+    model: ModelDescription,
+    script: Plan,
+    kept: Plan,
+    allowed: frozenset[str],
+    free_micro: bool,
+    hosts: Sequence[int] = (),
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Returns the plans to choose from, and the refused ones with the reason.
+    """Returns the plans to choose from, and the refused ones with the reason. `hosts` are the workers of each host, if
+    there are several.
 
     All give the same result as one worker with the `script`'s plan, but for what is `allowed`: "lossy" codecs, "local"
-    SGD, another "precision". Words of the plan `kept` stay as they are. With `free_micro` the size of micro-batches
-    does not change the result, so it may be chosen.
+    SGD and stale updates, another "precision". Words of the plan `kept` stay as they are. With `free_micro` the size of
+    micro-batches does not change the result, so it may be chosen.
     """
     base = _with(without_layout(script), {row.name: value for row, value, _ in kept.stated_words()})
     stated = {row.name for row, _, _ in kept.stated_words()}
     plans: dict[str, Plan] = {}
     refused: dict[str, str] = {}
-    for layout in _layouts(workers, model, stated):
+    for layout in _layouts(workers, model, stated, allowed):
         for words in _variants(base, model, workers, allowed, free_micro, stated):
             changes = {name: value for name, value in {**layout, **words}.items() if name not in stated}
             plan = _with(base, changes)
@@ -51,7 +53,7 @@ def candidates(
             except PlanError as error:
                 refused.setdefault(str(plan), error.what)
                 continue
-            if reason := _misfit(plan, model, workers):
+            if reason := _misfit(plan, model, workers, hosts):
                 refused.setdefault(str(plan), reason)
             else:
                 plans.setdefault(str(plan), plan)
@@ -62,9 +64,14 @@ def _with(plan: Plan, words: Mapping[str, Any]) -> Plan:
     return replace(plan, **words)
 
 
-def _layouts(workers: int, model: ModelDescription, stated: set[str]) -> Iterator[dict[str, int | None]]:
-    """Yields the values of the axes whose product divides the workers, and the words that refine them."""
-    axes = [axis for axis in AXES if axis not in ("data", "expert") and axis not in stated]
+def _layouts(
+    workers: int, model: ModelDescription, stated: set[str], allowed: frozenset[str]
+) -> Iterator[dict[str, int | None]]:
+    """Yields the values of the axes whose product divides the workers, and the words that refine them; and those of
+    parameter servers.
+    """
+    has_experts = any(block.expert_parameters for block in model.blocks)
+    axes = [axis for axis in AXES if axis != "data" and axis not in stated and (axis != "expert" or has_experts)]
     divisors = [number for number in range(1, workers + 1) if workers % number == 0]
     for sizes in product(divisors, repeat=len(axes)):
         if workers % math.prod(sizes):
@@ -76,6 +83,10 @@ def _layouts(workers: int, model: ModelDescription, stated: set[str]) -> Iterato
         virtual = [v for v in VIRTUAL if layout.get("pipeline") and v * (layout["pipeline"] or 1) <= model.block_count]
         for zero, stages in product(zeros, virtual or (None,)):
             yield {**layout, "zero": zero, "virtual": stages if stages and stages > 1 else None}
+    if workers > 1 and not stated & LAYOUT:
+        yield {"server": 1}
+        if "local" in allowed:
+            yield {"server": 1, "staleness": STALENESS}
 
 
 def _variants(
@@ -97,9 +108,11 @@ def _variants(
             yield {**words, "local": workers, "every": EVERY}
 
 
-def _misfit(plan: Plan, model: ModelDescription, workers: int) -> str:
-    """Returns why a plan does not fit the shape of a model, or an empty text."""
+def _misfit(plan: Plan, model: ModelDescription, workers: int, hosts: Sequence[int]) -> str:
+    """Returns why a plan does not fit the shape of a model or the hosts, or an empty text."""
     mesh = plan.mesh(workers)
+    if len(hosts) > 1 and any(host % mesh.replica for host in hosts):
+        return f"a replica of {mesh.replica} workers would span hosts"
     stages = mesh.pipeline * (plan.virtual or 1)
     if stages > model.block_count:
         return f"{stages} stages of {model.block_count} blocks"
@@ -125,7 +138,12 @@ def has_same_layout(one: Plan, other: Plan) -> bool:
 
 def without_layout(plan: Plan) -> Plan:
     """Returns the words of a plan that do not say where parts of a model are."""
-    return _with(plan, dict.fromkeys(LAYOUT))
+    return _with(plan, {row.name: row.default for row in fields(Plan) if row.name in LAYOUT})
+
+
+def probed_words(plan: Plan) -> Plan:
+    """Returns the words of a plan under which a script is probed: each worker has the complete model."""
+    return Plan(**{name: getattr(plan, name) for name in PROBED})
 
 
 def words_of(plan: Plan) -> str:

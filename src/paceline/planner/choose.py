@@ -6,18 +6,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from paceline.base.batching import Grid
 from paceline.base.console import in_one_line
 from paceline.base.text import duration, plural, size_of
 from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
-from paceline.planner.descriptions import MachineDescription, ModelDescription, TrialResult
+from paceline.planner.descriptions import (
+    MachineDescription,
+    ModelDescription,
+    ProbeResult,
+    TrialResult,
+    WorkerBytes,
+)
 from paceline.planner.history import History
 from paceline.planner.memory import worker_memory
 from paceline.planner.step_time import step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
+STARTED = 64e6  # bytes that a process takes in its first steps besides tensors, before a trial has shown how many
+FLAT = 25 << 20  # bytes of the tensors in which parameters are sent and compared
 COMPARED = 3.0  # times the activations of a micro-batch that the comparison with the complete model takes
 
 
@@ -32,12 +42,23 @@ class Prospect:
     parts: Mapping[str, float] = field(default_factory=dict)  # of the seconds
     memory: float = 0.0  # bytes of the process
     room: float = 0.0  # bytes that it may take
+    sent: Mapping[str, int] = field(default_factory=dict)  # bytes that worker 0 sends in a step, by kind
     trial: TrialResult | None = None
+
+    @property
+    def needs(self) -> float:
+        """Bytes of the process: as measured if the plan was tried, but for the comparison of a divided model, which is
+        left out where memory is too small.
+        """
+        if self.trial is None or not self.trial.peaks:
+            return self.memory
+        peak = float(max(self.trial.peaks))
+        return peak if self.plan.mesh(self.workers).unit == 1 else min(peak, self.memory)
 
     @property
     def fits(self) -> bool:
         """Whether the process fits into the memory of a worker."""
-        return self.memory <= self.room * (1 - MARGIN)
+        return self.needs <= self.room * (1 - MARGIN)
 
     @property
     def is_refused(self) -> bool:
@@ -53,7 +74,7 @@ class Prospect:
     def limits(self) -> str:
         """What a step's time is spent on, the largest parts first; or why the plan does not fit."""
         if not self.fits:
-            return f"does not fit: {size_of(self.memory - self.room * (1 - MARGIN))} too much"
+            return f"does not fit: {size_of(self.needs - self.room * (1 - MARGIN))} too much"
         total = sum(self.parts.values()) or 1.0
         shares = sorted(((seconds / total, name) for name, seconds in self.parts.items()), reverse=True)
         return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share >= 0.02)
@@ -70,8 +91,8 @@ class Prospect:
     def row(self) -> tuple[str, ...]:
         """Returns this prospect's cells of the table."""
         tried = milliseconds(self.step_seconds) if self.trial is not None else ""
-        memory = f"{size_of(self.memory)} of {size_of(self.room)}"
-        sent = size_of(sum(self.trial.sent.values())) if self.trial is not None and self.workers > 1 else ""
+        memory = f"{size_of(self.needs)} of {size_of(self.room)}"
+        sent = size_of(sum(self.sent.values())) if self.workers > 1 and self.sent else ""
         return self.name, milliseconds(self.seconds), tried, memory, sent, self.limits
 
     def as_data(self) -> dict[str, Any]:
@@ -84,50 +105,82 @@ class Prospect:
             "memory": self.memory,
             "fits": self.fits,
             "tried": None if self.trial is None else self.trial.step_seconds,
+            "sends": dict(self.sent),
             "sent": None if self.trial is None else self.trial.sent,
             "peak": None if self.trial is None else max(self.trial.peaks),
         }
 
 
 class Predictor:
-    """Predicts plans for a model on machines.
+    """Predicts plans for a model on machines, from the result of a probe, `probed`.
 
-    Predictions are corrected by the trial of a first plan (`base`), and by those of earlier plans (`history`).
+    Predictions are corrected by the trial of a first plan (`base`), and by those of earlier plans (`history`). A worker
+    may take `room` bytes, by default what is free.
     """
 
     def __init__(
         self,
         model: ModelDescription,
         machine: MachineDescription,
-        base: TrialResult | None = None,
+        probed: ProbeResult,
         history: History | None = None,
         room: float | None = None,
+        base: TrialResult | None = None,
     ) -> None:
-        self._model, self._machine, self._history = model, machine, history
+        self.model, self.machine, self._probed, self._history = model, machine, probed, history
         self._room = room or machine.memory
-        self._correction, self._floor = 1.0, 0.0
+        self._correction, self._floor = 1.0, float(probed.process) + STARTED
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
-            self._floor = max(base.peaks) - worker_memory(plan, model, machine, base.workers).total
+            self._floor = max(base.peaks) - self._most(plan, base.workers)
+
+    def corrected(self, base: TrialResult) -> Predictor:
+        """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged, and
+        how fast links between hosts are.
+        """
+        model = msgspec.structs.replace(self.model, merges=base.merges)
+        machine = self.machine if base.link is None else self.machine.between_hosts(*base.link)
+        return Predictor(model, machine, self._probed, self._history, self._room, base)
 
     def predict(self, plan: Plan, workers: int) -> Prospect:
         """Predicts a step of this plan."""
-        taken = step_time(plan, self._model, self._machine, workers)
+        taken = step_time(plan, self.model, self.machine, workers)
         uncorrected = self._correction * taken.total
-        correction = 1.0 if self._history is None else self._history.correction(plan)
+        correction = 1.0 if self._history is None else self._history.correction(plan, self.model)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
-        memory = self._floor + worker_memory(plan, self._model, self._machine, workers).total
-        memory += self._comparison(plan, workers)
-        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room)
+        memory = self._floor + self._most(plan, workers) + self._servers(plan, workers)
+        sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
+        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, sent=sent)
+
+    def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
+        return self._probed.plans.get(str(plan), ())
+
+    def _most(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes of all tensors, when there are most of them, of the worker that needs most."""
+        memory = worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan))
+        kept = memory.parameters + memory.gradients + memory.optimizer
+        # Weights and states are copied into flat tensors, to be compared between workers.
+        flats = 2 * min(FLAT, max(memory.parameters, memory.optimizer)) if workers > 1 else 0.0
+        most = max(memory.total, kept + flats)
+        # Before the first update, a divided model is compared with the complete one, unless memory is too small.
+        compared = self._comparison(plan, workers) - memory.optimizer
+        return most + max(0.0, min(memory.total + compared, self._room * (1 - MARGIN) - self._floor) - most)
+
+    def _servers(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes of parameter servers, which share the memory of their workers' hosts: for each worker."""
+        if not plan.server:
+            return 0.0
+        state = self.model.parameters * self.model.element_size * (2 + self.model.state)  # with gradients
+        return (plan.server * self._floor + (1 + (plan.copies or 0)) * state) / workers
 
     def _comparison(self, plan: Plan, workers: int) -> float:
         """Returns the bytes that the first step takes besides, which compares a divided model with the complete one."""
         if plan.mesh(workers).unit == 1:
             return 0.0
-        rows = Grid.of(self._model.global_batch, plan.micro).micro
-        saved = rows * sum(block.count * block.saved for block in self._model.blocks)
-        return 2 * self._model.parameters * self._model.element_size + COMPARED * saved
+        rows = Grid.of(self.model.global_batch, plan.micro).micro
+        saved = rows * sum(block.count * block.saved for block in self.model.blocks)
+        return 2 * self.model.parameters * self.model.element_size + COMPARED * saved
 
 
 @dataclass
@@ -139,6 +192,8 @@ class Answer:
     prospects: list[Prospect]
     refused: dict[str, str]
     took: float  # seconds of all trials
+    base: TrialResult | None  # the trial by which predictions are corrected
+    short: float | None = None  # the seconds of the run, if it is too short for trials of other plans
     error: tuple[int, float] | None = None  # of the newest predictions: how many, and their median relative error
 
     @property
@@ -209,7 +264,7 @@ class Answer:
 
 def ranked(prospects: Iterable[Prospect]) -> list[Prospect]:
     """Returns the plans that fit, the fastest first, and then the others, those that need least memory first."""
-    return sorted(prospects, key=lambda one: (not one.fits, one.step_seconds if one.fits else one.memory))
+    return sorted(prospects, key=lambda one: (not one.fits, one.step_seconds if one.fits else one.needs))
 
 
 def milliseconds(seconds: float) -> str:

@@ -6,6 +6,7 @@ shipped (`machines/`). Every prediction depends on nothing but these two and a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
 from typing import Annotated, Any, TypeVar, cast
@@ -17,6 +18,13 @@ from paceline.errors import FormatError, UsageError
 
 VERSION = 1  # of the format
 CURE = "correct the description, or write one with paceline plan --describe"
+PER_TOKEN = (
+    "saved",
+    "undivided",
+    "passes",
+    "exchanged",
+    "routed",
+)  # fields of a block that grow with the tokens of a row
 SHIPPED = Path(__file__).with_name("machines")
 
 Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -79,6 +87,18 @@ class ModelDescription(Description, frozen=True):
         blocks = tuple(msgspec.structs.replace(block, seconds={}) for block in self.blocks)
         return msgspec.structs.replace(self, blocks=blocks)
 
+    def with_load(self, times: float, longer: float) -> ModelDescription:
+        """Returns this description if blocks take so many times as long, and rows are `longer` by this factor."""
+        blocks = tuple(
+            msgspec.structs.replace(
+                block,
+                seconds={rows: times * seconds for rows, seconds in block.seconds.items()},
+                **{name: longer * getattr(block, name) for name in PER_TOKEN},
+            )
+            for block in self.blocks
+        )
+        return msgspec.structs.replace(self, blocks=blocks)
+
     @property
     def block_count(self) -> int:
         """The number of blocks."""
@@ -134,6 +154,15 @@ class MachineDescription(Description, frozen=True):
     measured: bool = False  # by a probe under Paceline; otherwise figures are from data sheets
     source: tuple[str, ...] = ()
 
+    def between_hosts(self, bandwidth: float, latency: float) -> MachineDescription:
+        """Returns hosts like this one, which a probe has measured, with links of this bandwidth between them."""
+        workers = self.workers_per_host
+        inside = tuple(msgspec.structs.replace(link, workers=workers) for link in self.links)
+        between = LinkDescription("between hosts", 0, bandwidth, latency, shared_by=workers)
+        # Workers wait for the network meanwhile, and compute.
+        exposed = min(self.exposed, 0.5)
+        return msgspec.structs.replace(self, links=(*inside, between), exposed=exposed)
+
     def with_links(self, times: float) -> MachineDescription:
         """Returns these machines with links of so many times the bandwidth."""
         links = tuple(msgspec.structs.replace(link, bandwidth=times * link.bandwidth) for link in self.links)
@@ -155,6 +184,48 @@ class MachineDescription(Description, frozen=True):
         return described(MachineDescription, data, name)
 
 
+class WorkerBytes(Description, frozen=True):
+    """What a plan makes a worker of one replica hold at most, and send in a step, in bytes."""
+
+    parameters: Count
+    gradients: Count
+    optimizer: Count
+    sent: dict[str, Count] = {}  # by kind
+    in_flight: Count = 1  # micro-batches whose activations it keeps at most, counted once for each of its stages
+
+    @property
+    def held(self) -> int:
+        """The bytes of parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class ProbeRequest(Description, frozen=True):
+    """What a probe is asked: a description of the model, and the bytes of plans."""
+
+    workers: Count  # of the plans
+    plans: tuple[str, ...] = ()  # if none is given: all candidates
+    kept: str = ""  # words that all candidates have
+    allowed: tuple[str, ...] = ()  # changes of the result
+    memory: Amount = 0.0  # bytes that a worker may take; 0: what is free
+    hosts: tuple[Count, ...] = ()  # the workers of each host, if there are several
+    measures_machine: bool = True
+
+
+class ProbeResult(Description, frozen=True):
+    """What a probe has found. Plans that cannot be used for the model have a reason and what to do instead."""
+
+    script: str = ""  # the script's own plan
+    micro: Count = 0  # rows of the micro-batch that was measured
+    micro_batches: Count = 0  # of a step
+    model: ModelDescription | None = None
+    machine: MachineDescription | None = None
+    process: Count = 0  # bytes of a process before it has a model
+    plans: dict[str, tuple[WorkerBytes, ...]] = {}  # by position along the pipeline
+    stages: dict[str, tuple[tuple[str, int], ...]] = {}  # of asked plans: the blocks of each stage, and how many
+    refused: dict[str, tuple[str, str]] = {}
+    size: dict[str, Any] = {}  # of the model, in the fields of the journal's `model`
+
+
 class TrialResult(Description, frozen=True):
     """What some steps of a script under one plan have measured. Bytes and seconds of a step are those of worker 0."""
 
@@ -165,19 +236,25 @@ class TrialResult(Description, frozen=True):
     parts: dict[str, Amount] = {}  # mean seconds of a step by part, as in the journal
     sent: dict[str, Amount] = {}  # mean bytes of a step, by kind
     peaks: tuple[Count, ...] = ()  # bytes that each worker's process used at most
+    busy: tuple[Amount, ...] = ()  # seconds of a step in which each worker did not wait for other workers
+    total: Count = 0  # steps of the script's first loop, if they are known
     merges: bool = False  # whether micro-batches may be merged, so that their size does not change the result
-    model: ModelDescription | None = None  # if the trial ended with a probe
-    machine: MachineDescription | None = None
+    link: tuple[Amount, Amount] | None = None  # bytes a second, and seconds one way, of the slowest between hosts
     refused: str = ""  # why the plan cannot be used
 
     @property
     def step_seconds(self) -> float:
-        """The lower quartile of the steps' seconds: others disturb a machine, and nobody speeds it up."""
-        return quantiles(self.seconds, n=4)[0] if len(self.seconds) > 1 else sum(self.seconds)
+        """The usual seconds of a step."""
+        return usual(self.seconds)
 
     def beside(self, again: TrialResult) -> TrialResult:
         """Returns this trial with the steps of another one under the same plan."""
         return msgspec.structs.replace(self, seconds=(*self.seconds, *again.seconds))
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """Returns the lower quartile: others disturb a machine, and nobody speeds it up."""
+    return quantiles(seconds, n=4)[0] if len(seconds) > 1 else sum(seconds)
 
 
 def as_json(description: Description) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The planner's memory: what was predicted and what was measured on this machine, one JSON object per line.
 
-Later predictions are corrected by it: plans of a kind (those with the same words of layout) that took longer than
-predicted in earlier trials are predicted to take longer.
+Later predictions are corrected by it: a plan that took longer than predicted is predicted to take longer, for the same
+model; and so are plans of a kind (those with the same words of layout) for other models.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import msgspec
 from paceline.base.schema import read_file
 from paceline.plan import Plan
 from paceline.planner.candidates import layout_of
-from paceline.planner.descriptions import Amount, Count
+from paceline.planner.descriptions import Amount, Count, ModelDescription
 
+HISTORY = "predictions.jsonl"  # in the folder of caches
 LAST = 200  # entries that are read, the newest ones
 ENOUGH = 3  # entries of a kind of plan from which a correction follows
 SHOWN = 12  # predictions whose error is shown
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """A prediction of a step's seconds, and what was measured."""
+    """A prediction of a step's seconds, memory and bytes, and what was measured."""
 
     plan: str
     workers: Count
@@ -31,7 +32,12 @@ class Prediction(msgspec.Struct, frozen=True):
     predicted: Amount
     measured: Amount
     model: str = ""
+    parameters: Count = 0  # of the model
     at: Amount = 0.0  # seconds since 1970
+    memory: Amount = 0.0  # bytes of a worker's process, as predicted; 0: not known, as for the following
+    peak: Amount = 0.0  # the same as measured
+    sends: Amount = 0.0  # bytes that worker 0 sends in a step, as predicted
+    sent: Amount = 0.0  # the same as measured
 
 
 class History:
@@ -50,14 +56,18 @@ class History:
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
 
-    def correction(self, plan: Plan) -> float:
-        """Returns by how much plans of this kind took longer than predicted: the median ratio, or 1 if too few are
-        known.
+    def correction(self, plan: Plan, model: ModelDescription) -> float:
+        """Returns by how much this plan of this model took longer than predicted: the median ratio. If it was never
+        measured: that of plans of its kind, or 1 if too few are known.
         """
-        kind = _kind(plan)
-        alike = (one for one in self._entries if _kind(Plan.parse(one.plan)) == kind)
-        ratios = [one.measured / one.uncorrected for one in alike if one.uncorrected]
-        return median(ratios) if len(ratios) >= ENOUGH else 1.0
+        known = [one for one in self._entries if one.uncorrected]
+        same = str(plan), model.name, model.parameters
+        ratios = [one.measured / one.uncorrected for one in known if (one.plan, one.model, one.parameters) == same]
+        if not ratios:
+            kind = _kind(plan)
+            ratios = [one.measured / one.uncorrected for one in known if _kind(Plan.parse(one.plan)) == kind]
+            ratios = ratios if len(ratios) >= ENOUGH else []
+        return median(ratios) if ratios else 1.0
 
     def add(self, entry: Prediction) -> None:
         """Adds a prediction. Nothing is written if the file cannot be."""

@@ -6,13 +6,13 @@ What the process itself takes (the interpreter, torch, its buffers) is not inclu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.base.mesh import AXES
 from paceline.parallel.pipeline.schedule import kept, table
 from paceline.plan import Plan
 from paceline.planner.compute_time import ComputeTime
-from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription
+from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription, WorkerBytes
 from paceline.planner.workload import Stage, Workload
 
 INT8_SAVES = 2 * (3 - 4 / 256)  # bytes for each element, where optimizer_states=int8 keeps Adam's states in 8 bits
@@ -36,16 +36,27 @@ class WorkerMemory:
 
 
 def worker_memory(
-    plan: Plan, model: ModelDescription, machine: MachineDescription, workers: int, axes: Sequence[str] = AXES
+    plan: Plan,
+    model: ModelDescription,
+    machine: MachineDescription,
+    workers: int,
+    axes: Sequence[str] = AXES,
+    held: Sequence[WorkerBytes] = (),
 ) -> WorkerMemory:
-    """Returns the memory of the worker that needs most. Raises PlanError if the plan does not fit the workers."""
+    """Returns the memory of the worker that needs most. `held` are the bytes of parameters, gradients and optimizer
+    state at each position of the pipeline, where they are known better than from the description of the model. Raises
+    PlanError if the plan does not fit the workers.
+    """
     workload = Workload(plan.validate(workers), model, workers, axes)
     by_worker = [_of_worker(workload, machine, worker) for worker in range(workload.mesh.pipeline)]
+    for worker, known in enumerate(held):
+        kinds = {kind: float(getattr(known, kind)) for kind in ("parameters", "gradients", "optimizer")}
+        by_worker[worker] = replace(by_worker[worker], **kinds)
     return max(by_worker, key=lambda memory: memory.total)
 
 
 def _of_worker(workload: Workload, machine: MachineDescription, worker: int) -> WorkerMemory:
-    """Returns the memory of the worker at this position of the pipeline."""
+    """Returns the memory of the worker at this position of the pipeline, from the description of the model."""
     plan, model, blocks = workload.plan, workload.model, workload.blocks_of(worker)
     elements, shards = workload.parameters(blocks), workload.mesh.shard if plan.zero else 1
     largest = max((workload.parameters_of(block) for block, _ in blocks), default=0.0)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields
 
 from paceline.base.mesh import AXES
 from paceline.parallel.pipeline.schedule import simulate, table
-from paceline.plan import Plan
+from paceline.plan import CODED_BYTES, Plan
 from paceline.planner.compute_time import BACKWARDS, ComputeTime
 from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription
 from paceline.planner.links import Links, Peers
 from paceline.planner.workload import Stage, Workload
 
-BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "int4": 132 / 256}  # of an element on its way, by codec
 ROUNDS = 3  # of micro-batches through a pipeline that are simulated; further ones repeat the last round
 
 
@@ -199,17 +198,19 @@ class _Prediction:
         """Returns the seconds of the sum of gradients over workers that hold the same parameters."""
         mesh, plan, peers = self._mesh, self._plan, self._workload.peers
         shards = mesh.shard if plan.zero else 1
-        scale = self._workload.gradient_size / shards * self._coded(plan.codec)
+        replicas = self._replicas_of_island()
+        between = replicas.count > replicas.within(self._machine.workers_per_host)
+        # Codecs compress what travels between hosts.
+        scale = self._workload.gradient_size / shards * (self._coded(plan.codec) if between else 1.0)
         experts = sum(count * block.expert_parameters for block, count in self._blocks) / mesh.expert / mesh.tensor
         shared = self._workload.parameters(self._blocks) - experts
-        replicas = self._replicas_of_island()
         seconds = self._links.sum(scale * shared, Peers((*replicas.axes, *peers("expert", "context").axes)))
         return seconds + self._links.sum(scale * experts, Peers((*replicas.axes, *peers("context").axes)))
 
     def _coded(self, codec: str | None) -> float:
         """Returns the part of the bytes that a codec leaves to be sent. What others than rounding save is not known."""
-        size = self._workload.gradient_size
-        return min(1.0, BYTES.get(codec or "", size) / size)
+        coded = CODED_BYTES.get(codec or "")
+        return 1.0 if coded is None else min(1.0, coded / 256 / self._workload.gradient_size)
 
     def _replicas_of_island(self) -> Peers:
         """Returns the replicas that are summed in each step: all of them, or those of an island."""
@@ -237,11 +238,18 @@ class _Prediction:
         pulled = parameters * self._model.element_size
         crowd = max(1.0, self._workload.workers / (self._plan.server or 1), outermost[0].shared_by)
         seconds = crowd * pushed * (1 + (self._plan.copies or 0)) / outermost[0].bandwidth
-        return seconds + crowd * pulled / outermost[0].bandwidth + 2 * outermost[0].latency
+        seconds += crowd * pulled / outermost[0].bandwidth + 2 * outermost[0].latency
+        seconds += self._updated(parameters / (self._plan.server or 1))
+        # With `staleness` a worker computes while others push.
+        return seconds * (self._machine.exposed if self._plan.staleness else 1.0)
 
     def _update(self) -> float:
-        """Returns the seconds in which the optimizer reads gradients, and reads and writes parameters and its state."""
+        """Returns the seconds in which the optimizer of a worker updates its parameters."""
         shards = self._mesh.shard if self._plan.zero else 1
         parameters = self._workload.parameters(self._blocks) / shards
+        return 0.0 if self._plan.server else self._updated(parameters)
+
+    def _updated(self, parameters: float) -> float:
+        """Returns the seconds in which an optimizer reads gradients, and reads and writes parameters and its state."""
         moved = 2 * (1 + self._model.state) * self._model.element_size + self._workload.gradient_size
-        return 0.0 if self._plan.server else parameters * moved / self._machine.memory_bandwidth
+        return parameters * moved / self._machine.memory_bandwidth

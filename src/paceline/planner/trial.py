@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.compute.merge_policy import TRIES
-from paceline.planner.descriptions import TrialResult, as_json
-from paceline.planner.probe import probe
+from paceline.planner.descriptions import TrialResult, as_json, usual
 from paceline.session.validation import peak_memory
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
@@ -20,37 +21,47 @@ WARM_UP = 2  # first steps, in which models are compared and buffers allocated
 
 
 class Trial:
-    """Measures the steps of one trainer until `steps` are measured, and asks for a probe then if `probes`.
+    """Measures the steps of one trainer until `steps` are measured.
 
     A trial ends earlier when its steps have taken so many `seconds`, or with the script's first loop.
     """
 
-    def __init__(self, context: StepContext, steps: int, probes: bool, seconds: float) -> None:
-        self._context, self._steps, self._probes, self._most = context, steps, probes, seconds
+    def __init__(self, context: StepContext, steps: int, seconds: float) -> None:
+        self._context, self._steps, self._most = context, steps, seconds
         self._seconds: list[float] = []
         self._parts: dict[str, float] = {}
         self._sent_before: dict[str, float] = {}
         self._ended = time.perf_counter()
-        self._made, self._passed = 0, 0.0
+        self._passed = 0.0
+        self._busy: list[float] = []  # seconds of each step in which this worker did not wait for others
+        self._waited = HEARTBEAT.all_waited
+        self._total = 0  # steps of the loop
         self._last: Step | None = None
 
     def observe(self, step: Step) -> None:
         """Adds a step that has been applied. Ends the script after the last one."""
         now = time.perf_counter()
         taken, self._ended = (now - self._ended) / step.steps, now
-        self._made += 1
         self._seconds.append(taken)
+        waited, self._waited = HEARTBEAT.all_waited - self._waited, HEARTBEAT.all_waited
+        self._busy.append(max(0.0, taken - waited / step.steps))
         for part, seconds in step.spent.items():
             self._parts[part] = self._parts.get(part, 0.0) + seconds
-        # The same on all workers, which must end after the same step.
-        self._passed += max(step.agreed.seconds, default=0.0)
-        warm_up = self._warm_up(step)
-        is_late = self._passed > self._most and self._made > WARM_UP
+        loops = self._context.run.script.loops
+        # A loop over one epoch may be one of many.
+        self._total = loops[0].total or 0 if len(loops) == 1 and loops[0].epochs != 1 else 0
+        # All workers must end after the same step, also those that came after the first one. With parameter servers,
+        # they do not know how long others took.
+        made, warm_up = -(-step.done // step.steps), self._warm_up(step)
+        if made > 1 and not self._context.plan.server:
+            self._passed += max(step.agreed.seconds, default=0.0)
+        is_late = self._passed > self._most and made > WARM_UP
         self._last = step
-        if self._made >= warm_up + self._steps or is_late:
+        if made >= warm_up + self._steps or is_late:
             self.end()
-        if self._made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
+        if made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
             self._sent_before, self._seconds, self._parts = self._sent(), [], {}
+            self._busy = []
 
     def end(self) -> None:
         """Ends the script with what was measured so far."""
@@ -63,7 +74,12 @@ class Trial:
         """
         plan, context = self._context.plan, self._context
         share = -(-step.batch.count // context.replica.mesh.units)
-        return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + TRIES * (1 + math.ceil(math.log2(share)))
+        return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + 2 * TRIES * math.ceil(math.log2(share))
+
+    def _link(self) -> tuple[float, float] | None:
+        """Returns the bandwidth and the latency of the slowest link between hosts; None if there is one host."""
+        links = self._context.run.team.group.links
+        return (min(link.rate for link in links), max(link.latency for link in links)) if links else None
 
     def _sent(self) -> dict[str, float]:
         return self._context.reporter.traffic.of(self._context.trainer)
@@ -73,19 +89,18 @@ class Trial:
         context, count = self._context, len(self._seconds)
         group = context.run.team.group
         sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
-        group.declare("the memory of a trial", kind="figures")
-        peaks = group.gather_json(peak_memory(context.job.device))
-        has_full_model = context.replica.mesh.replica == 1 and not (context.plan.local or context.plan.server)
-        model, machine = probe(context, step) if self._probes and has_full_model else (None, None)
+        group.declare("the figures of a trial", kind="figures")
+        peaks, each_busy = zip(*group.gather_json([peak_memory(context.job.device), usual(self._busy)]), strict=True)
         return TrialResult(
-            str(context.plan),
+            str(replace(context.plan, data=None).validate(group.size)),  # workers may have come since it began
             group.size,
             step.batch.rows,
             tuple(self._seconds),
             {part: seconds / count for part, seconds in self._parts.items()},
             {kind: size for kind, size in sent.items() if size > 0},
-            tuple(peaks),
+            peaks,
+            each_busy,
+            self._total,
             context.merging.may_merge,
-            model,
-            machine,
+            self._link(),
         )

@@ -17,7 +17,7 @@ from paceline.planner.links import Peers
 
 Stage = tuple[tuple[BlockDescription, int], ...]  # blocks, and how many alike follow one another
 
-HALVES = ("bf16", "fp16")
+HALVES = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)

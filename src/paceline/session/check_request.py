@@ -17,23 +17,37 @@ from paceline.compute.state_dict import in_pieces
 from paceline.errors import UsageError
 from paceline.session.notices import Notices
 from paceline.session.reporter import Reporter
+from paceline.session.validation import room_of_worker
+
+PART = 0.25  # of a worker's memory that the parameters of a model take at most in a probe
 
 
 class CheckRequest:
-    """The request of `paceline check` (the weights after so many `steps`), `paceline explain` (a forecast) or `paceline
-    plan` (a trial), if one of them started this run.
+    """The request of `paceline check` (the weights after so many `steps`), `paceline explain` (a probe) or `paceline
+    plan` (a probe or a trial), if one of them started this run. `peers` is the number of workers on this host.
     """
 
-    def __init__(self, request: str | None, reporter: Reporter, notices: Notices) -> None:
+    def __init__(self, request: str | None, reporter: Reporter, notices: Notices, peers: int) -> None:
         fields: dict[str, Any] = json.loads(request) if request else {}
         self.steps: int | None = fields.get("steps")
-        self.explain: tuple[str, int] | None = fields.get("explain")  # the plan, and for how many workers
-        # Steps to measure, whether to probe after them, and the most seconds of steps.
-        self.trial: tuple[int, bool, float] | None = fields.get("trial")
+        # What a probe of the model and the machines is asked (`planner.descriptions.ProbeRequest`).
+        self.probe: dict[str, Any] | None = fields.get("probe")
+        self.script_plan = ""  # that the run would have without a probe
+        # Steps to measure, and the most seconds of steps.
+        self.trial: tuple[int, float] | None = fields.get("trial")
         self.asks = request is not None
         self.reverse = bool(fields.get("reverse"))  # micro-batches are summed in the opposite order
         self._out: str = fields.get("out", "")
-        self._reporter, self._notices = reporter, notices
+        self._answer = Path(fields.get("answer") or f"{self._out}.json")
+        self._reporter, self._notices, self._peers = reporter, notices, peers
+
+    def limit(self, device: torch.device) -> float | None:
+        """Returns the most bytes of parameters with which a model is probed with memory for all of it; None without a
+        probe.
+        """
+        if self.probe is None:
+            return None
+        return PART * float(self.probe.get("memory") or room_of_worker(device, self._peers))
 
     def write_weights(self, job: TrainingJob, group: Group, mixes: str, step: int) -> Never:
         """Writes the weights after the last `step` of a check, and ends the script."""
@@ -61,5 +75,5 @@ class CheckRequest:
     def answer(self, result: Any) -> Never:
         """Writes the `result`, and ends the script."""
         if self._reporter.main:
-            Path(f"{self._out}.json").write_text(json.dumps(result))
+            self._answer.write_text(json.dumps(result))
         self._notices.end_script(0)

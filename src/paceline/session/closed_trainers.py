@@ -75,6 +75,10 @@ class Ended:
         return []
 
     @property
+    def job(self) -> None:
+        """Returns None: an ended trainer trains nothing."""
+
+    @property
     def held_bytes(self) -> int:
         """Returns 0: an ended trainer holds no memory."""
         return 0

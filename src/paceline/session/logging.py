@@ -184,15 +184,25 @@ class TrainerLogging:
             else:
                 reporter.journal.write("media", trainer=self._number, step=self.done, name=name, **event_fields)
 
-    def log_to(self, logger: Any) -> None:
-        """Feeds a logger: ``logger.write(step, values)`` is called on one worker with everything known of each step.
+    def log_to(self, logger: Any, upload: bool = False) -> None:
+        """Logs to experiment trackers: everything that is known of each step, the configuration, pictures, checkpoints.
 
-        All workers must call it. See docs/howto/loggers.md.
+        All workers must call it, and one of them logs. A logger that fails neither stops nor delays the training. A
+        resumed run continues the same run of the logger. See docs/howto/loggers.md.
+
+        Args:
+            logger: Names, as ``"wandb:team/digits,csv"``: ``wandb``, ``mlflow``, ``trackio``, ``comet``, ``csv``,
+                ``tensorboard`` or ``otlp``, each with a target after a colon if need be; or an object with a method
+                ``write(step, values)``.
+            upload: Whether the best checkpoint of `keep_best` is copied to the tracker, which otherwise gets its path.
 
         Raises:
-            UsageError: The logger has no method `write`.
+            UsageError: There is no logger of the name, its package is missing, or an object has no method `write`.
+
+        Example:
+            >>> trainer.log_to("mlflow:http://tracking:5000", upload=True)
         """
-        self._reporter.loggers.add(logger, self._reporter.say)
+        self._reporter.loggers.add(logger, upload)
 
     def config(self, *unnamed: Any, **values: Any) -> None:
         """Keeps what the run is made with, as ``trainer.config(lr=3e-4, width=512, **vars(arguments))``: numbers, texts

@@ -10,6 +10,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.user_collectives import refusing
 from paceline.compute.microbatches import MicroBatch
 from paceline.data.fingerprint import Fingerprint
+from paceline.data.host_reader import HostReader
 from paceline.data.loader import Assignment, Feed
 from paceline.session.training_loop import LoopState
 from paceline.session.worker_batch import WorkerBatch, gather_batches
@@ -20,7 +21,8 @@ class LoopBatches:
     """The global batches of one loop over steps(), of which `feed` loads this worker's part.
 
     In a new generation, workers compare a few rows of their datasets. With `looks_ahead` a batch says whether it is the
-    last one. `cure` says what helps against micro-batches of a single row.
+    last one. `cure` says what helps against micro-batches of a single row. With `one_reader`, one worker of each host
+    reads an iterable dataset.
     """
 
     title = "step {}"
@@ -33,8 +35,12 @@ class LoopBatches:
         team: Team,
         say: Callable[..., None],
         looks_ahead: bool,
+        one_reader: bool = False,
     ) -> None:
         self.feed, self._phase, self._fingerprint = feed, phase, fingerprint
+        self._reader = HostReader(feed) if one_reader and feed.stream is not None else None
+        if self._reader is not None:
+            feed.shares_reader = lambda: team.group.size > 1
         self._team, self._say, self._looks_ahead = team, say, looks_ahead
         self._cure = feed.grid.against_single_rows(phase.rows or feed.grid.global_batch)
 
@@ -52,9 +58,14 @@ class LoopBatches:
         with refusing("the dataset or collate"):
             if group.size > 1 and (warning := self._fingerprint.compare(group, generation)):
                 self._say(warning, once=True)
+            reader, given = self._reader, None
+            if reader is not None:
+                if not reader.read(group, generation, step, assignment):
+                    return None
+                given = None if reader.reads else reader.first
             epoch, rows, micro_batches = feed.at(step, assignment)
             if feed.source.rows is None and (
-                warning := self._fingerprint.compare_stream(group, generation, feed, step, epoch)
+                warning := self._fingerprint.compare_stream(group, generation, feed, step, epoch, given)
             ):
                 self._say(warning, once=True)
         return WorkerBatch(
@@ -66,9 +77,15 @@ class LoopBatches:
             full=rows == feed.grid.global_batch,
             fine=feed.fine,
             last=self._looks_ahead and not feed.has(step + 1),
-            read=0 if feed.source.rows is not None else len(feed.read),
+            read=0 if feed.source.rows is not None else rows,
             single=feed.later_single_row(step) if step == feed.start else "",
         )
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """The place in an iterable dataset after the last global batch, for a checkpoint."""
+        position = None if self._reader is None else self._reader.position
+        return None if position is None else position.saved()
 
 
 class BroughtBatch:

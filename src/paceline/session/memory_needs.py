@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.base.environment import World
-from paceline.base.memory import advice, machine_memory
+from paceline.base.memory import address_limit, advice, machine_memory
 from paceline.compute.state_dict import held
 from paceline.errors import OutOfMemoryError, first_line
+from paceline.session.memory_snapshot import take_snapshot
 from paceline.session.script_position import ScriptPosition
 from paceline.session.training_loop import RegisteredTrainer
-from paceline.session.validation import private_memory
+from paceline.session.validation import memory_now, private_memory
 
 
 class MemoryNeeds:
-    """The memory of the process before the first model exists (`baseline_bytes`), and what all `members` need."""
+    """The memory of the process before the first model exists, and what all `members` need.
+
+    `baseline_bytes` is its own memory, `process_bytes` includes what it shares with other processes (on the CPU).
+    """
 
     def __init__(self, members: Sequence[RegisteredTrainer]) -> None:
         self._members = members
-        self.baseline_bytes = 0
+        self.baseline_bytes = self.process_bytes = 0
 
     def measure_baseline(self, given: Any) -> None:
         """Measures the baseline before the first trainer is made; `given` is a model that the script has made already,
@@ -30,18 +35,24 @@ class MemoryNeeds:
         if not self._members:
             models = held(given.parameters()) if isinstance(given, torch.nn.Module) else 0
             self.baseline_bytes = private_memory() - models
+            self.process_bytes = memory_now(torch.device("cpu")) - models
 
     def report(self, world: World, script: ScriptPosition) -> None:
         """Tells the agent before the first step what each plan needs: it then explains a kill for lack of memory."""
         if world.events_fd is not None and not script.took_step:
             world.tell("needs", plans=self._plans(), besides=self.baseline_bytes)
 
-    def explain(self, error: torch.OutOfMemoryError, device: torch.device) -> OutOfMemoryError:
-        """Returns the error to raise, with advice, after torch ran out of memory in a step on this `device`."""
+    def explain(self, error: Exception, device: torch.device, folder: Path | None, rank: int) -> OutOfMemoryError:
+        """Returns the error to raise, with advice, after memory ran out in a step on this `device`; lists what is in
+        memory in a file in the run `folder`.
+        """
         cuda = device.type == "cuda"
-        available = torch.cuda.mem_get_info(device)[1] if cuda else machine_memory()
+        available = torch.cuda.mem_get_info(device)[1] if cuda else min(machine_memory(), address_limit())
         what, cure = advice(self._plans(), 0 if cuda else self.baseline_bytes, available)
-        return OutOfMemoryError(f"{what} ({first_line(error)})", cure)
+        jobs = [job for member in self._members if (job := member.job) is not None]
+        largest, path = take_snapshot(jobs, device, folder, rank)
+        more = "" if path is None else f"; all of them are in {path} of the run folder"
+        return OutOfMemoryError(f"{what} ({first_line(error)})", f"{cure}. The largest tensors: {largest}{more}")
 
     def _plans(self) -> list[tuple[str, list[int]]]:
         """Returns the needs of all trainers together, by plan, if their plans are the same."""

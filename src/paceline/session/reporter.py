@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from paceline.base.console import say
 from paceline.base.environment import doubt_threads
 from paceline.base.journal import Journal, plain
+from paceline.base.logger_names import LoggerName, parse_loggers
+from paceline.base.script_config import config, flat
 from paceline.base.terminal import Terminal
 from paceline.base.time_accounting import process_began
 from paceline.comm.torch_private import untested
 from paceline.observe.loggers import Loggers
+from paceline.observe.model_text import block_table, model_line
 from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
@@ -33,10 +37,11 @@ class Reporter:
         self._team, self.folder, self._serves = team, folder, world.serves
         self.traffic = BytesSent(team.group.ledger)
         self.profiles = Profiles(folder, world.rank)
-        self.loggers = Loggers(folder, world.tensorboard)
+        names = [LoggerName("tensorboard")] if world.tensorboard else []
+        self.loggers = Loggers(folder, names + (parse_loggers(world.log_to) if world.log_to else []), self.say)
         self._writes_journal = self.main
         self.journal = Journal(folder if self.main else None, self.loggers)
-        self.progress = Progress() if self.main and world.events_fd is None else None
+        self.progress = Progress(kind=world.progress) if self.main and world.events_fd is None else None
         self._lines: set[str] = set()  # that were printed
 
     @property
@@ -65,6 +70,19 @@ class Reporter:
     def decide(self, trainer: int, what: str, why: str) -> None:
         """Journals a trainer's decision and its reason, for `paceline explain`."""
         self.journal.write("decision", trainer=trainer, what=what, why=why)
+
+    def tell_decisions(self, trainer: int, decisions: Iterable[tuple[str, str]]) -> None:
+        """Journals decisions with their reasons, and prints them."""
+        for what, why in decisions:
+            self.decide(trainer, what, why)
+            self.say(what)
+
+    def describe_model(self, trainer: int, fields: dict[str, Any]) -> None:
+        """Journals the size of a trainer's model, and prints it in a line; with --verbose also its blocks."""
+        self.journal.write("model", trainer=trainer, **fields)
+        self.say(f"model: {model_line(fields)}", once=True)
+        if self.main:
+            self._team.world.tell("detail", text=block_table(fields))
 
     def show(self, event: str, **fields: Any) -> None:
         """Writes an event to the journal and shows it in the progress line."""
@@ -109,6 +127,8 @@ class Reporter:
         )
         if self.main and self.folder is not None:
             self.journal.write("environment", packages=packages(), **code(self.folder))
+        if values := flat(config()):  # for the report, `paceline compare` and loggers
+            self.journal.write("config", trainer=0, values=values)
 
     def close_account(self) -> None:
         """Journals what the team spent its time on."""

@@ -100,7 +100,7 @@ class Run:
         self.notices = Notices(
             world, self.reporter, team.transactions.elastic, saves=self.checkpoints.storage is not None
         )
-        self.check = CheckRequest(world.check, self.reporter, self.notices)
+        self.check = CheckRequest(world.check, self.reporter, self.notices, world.local_size)
         team.closing.append(self.close)
 
     # -- beginning --------------------------------------------------------------------------------------------------

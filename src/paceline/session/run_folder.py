@@ -73,7 +73,10 @@ class ResumePoint:
         nothing. `location` is where the checkpoint is.
         """
         if self.imported:
-            return f"starting from the weights imported from {self.imported}"
+            what = "weights"
+            if any("imported_optimizers" in trainer for trainer in self.tree["trainers"]):
+                what = "weights and the optimizer state"
+            return f"starting from the {what} imported from {self.imported}"
         if self.manifest is None:
             return ""
         before = self.manifest["plan"]

@@ -14,6 +14,7 @@ from torch import nn
 from paceline.base.batching import Grid, deal
 from paceline.base.text import ranks, trainer_names
 from paceline.checkpoint.tree import flatten, unflatten
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import local
 from paceline.data.loader import Source
 from paceline.errors import CheckpointError, DatasetError, PacelineError, UsageError, first_line
@@ -55,6 +56,10 @@ class RegisteredTrainer(Protocol):
         """Returns each plan as text, and the bytes that a worker holds under it by category; the trainer's plan is
         first.
         """
+
+    @property
+    def job(self) -> TrainingJob | None:
+        """What the trainer trains; None for one that has ended."""
 
     @property
     def held_bytes(self) -> int:
@@ -123,6 +128,7 @@ class LoopState:
     stopped: bool = False
     first_epoch: int = 0  # epochs go on from loop to loop, or each would see the rows in the same order
     begun: int = 0  # epochs that this phase has begun
+    stream: dict[str, Any] | None = None  # the place in an iterable dataset, see `data.row_stream.Position`
     inside: dict[int, int] = field(default_factory=dict)
     outer: LoopState | None = None  # the loop in whose body this one was made
     site: str = ""  # the user's line, until it is gone through

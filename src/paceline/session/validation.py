@@ -23,11 +23,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.base.environment import World
+from paceline.base.environment import World, memory_free
+from paceline.base.memory import machine_memory
 from paceline.base.sharding import ShardingSpec
 from paceline.base.text import plural
+from paceline.comm.torch_private import BatchNormBase
 from paceline.compute.job import TrainingJob
-from paceline.compute.lr_schedules import Plateau, cosine, plateau
+from paceline.compute.lr_schedules import OverTraining, OverTrainingLR, Plateau, cosine, plateau
 from paceline.compute.model_flops import ModelSkeleton
 from paceline.compute.rng import RngState
 from paceline.compute.sparse_grads import tables
@@ -223,18 +225,20 @@ def build_model(
     streams: RngState,
     seed: int,
     plan: Plan,
+    most: float | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model on its `device`, and further fields of its job. A function is called under a `seed`. A model
-    that workers will shard under the `plan` is built without memory for its large tensors. With `precision=bf16:pure`
-    its floating-point parameters and buffers become bfloat16.
+    that workers will shard under the `plan`, or whose parameters take more than `most` bytes, is built without memory
+    for its large tensors; with `most` it is probed and not trained. With `precision=bf16:pure` its floating-point
+    parameters and buffers become bfloat16.
     """
     dtype = torch.bfloat16 if plan.bf16_weights else None
-    job_fields: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {"trains": most is None}
     if isinstance(model, nn.Module):
         return checked(model).to(device, dtype), job_fields | {"skeleton": ModelSkeleton(model)}
     with streams.preserved():
         streams.seed(seed)
-        if plan.apart:
+        if plan.apart or most is not None:
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
 
             try:
@@ -243,9 +247,10 @@ def build_model(
                 why = next((f"{name} has a gradient hook" for name in hooked), "")
             except CANNOT as error:
                 why = first_line(error)
-            if not why:
+            if not why and (most is None or sum(param.nbytes for param in made.parameters()) > most):
                 return checked(made), job_fields | {"blueprint": blueprint, "skeleton": ModelSkeleton(made)}
-            job_fields["decisions"] = [("the complete model is built on each worker", why)]
+            if why:
+                job_fields["decisions"] = [("the complete model is built on each worker", why)]
             streams.seed(seed)
         made = checked(_made(model))
         return made.to(device, dtype), job_fields | {"skeleton": ModelSkeleton(made)}
@@ -346,6 +351,13 @@ def memory_now(device: torch.device) -> int:
     if not sys.platform.startswith("linux"):
         return peak_memory(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def room_of_worker(device: torch.device, peers: int) -> float:
+    """Returns the bytes that this process may take, if its host's `peers` workers share what is free."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return memory_now(device) + min(memory_free(), machine_memory()) / peers
 
 
 def private_memory() -> int:
@@ -676,6 +688,8 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     """
     if isinstance(schedule, Plateau):
         return schedule.on(optimizer)
+    if isinstance(schedule, OverTraining):
+        return OverTrainingLR(optimizer, schedule)
     of_torch = (LRScheduler, ReduceLROnPlateau)
     made = schedule.func if isinstance(schedule, partial) else schedule
     is_class = inspect.isclass(made) and issubclass(made, of_torch)
@@ -775,3 +789,23 @@ def refuse_twins(digests: list[str], when: str) -> None:
             )
             raise UsageError(f"workers {seen[digest]} and {rank} passed the same rows to {when}", cure)
         seen[digest] = rank
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def layers_at_rest(model: nn.Module) -> str:
+    """Returns a message if dropout layers are in eval mode while the model trains, or BatchNorm layers together with
+    the model; else empty.
+    """
+    kinds: dict[str, tuple[type, ...]] = {"dropout layer": _DROPOUTS}
+    if not model.training:
+        kinds["BatchNorm layer"] = (BatchNormBase,)
+    counts = {
+        kind: sum(isinstance(one, types) and not one.training and getattr(one, "p", 1) > 0 for one in model.modules())
+        for kind, types in kinds.items()
+    }
+    layers = " and ".join(plural(count, kind) for kind, count in counts.items() if count)
+    what = f"{layers} of the model {'is' if sum(counts.values()) == 1 else 'are'} in eval mode during training"
+    cure = "from_pretrained() returns models in eval mode: write model=lambda: Net.from_pretrained(...).train()"
+    return f"{what}; {cure}, unless this is intended" if layers else ""

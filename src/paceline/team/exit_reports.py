@@ -22,7 +22,7 @@ from paceline.errors import hint_of, notes_of
 
 # What str() of a user's exception may raise, mostly because of missing attributes.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-LONGEST_TEXT = 500  # characters of each text about an exception that the agent gets
+LONGEST_TEXT = 800  # characters of each text about an exception that the agent gets
 
 
 class ExitReports:

@@ -6,16 +6,19 @@ A joining host runs its own script with its own arguments. No field names a modu
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.base.environment import MOST, parse_save_every, parse_shares, parse_verify_steps
+from paceline.base.logger_names import parse_loggers
 from paceline.errors import PacelineError
 from paceline.plan import Plan
 from paceline.team.etcd_lease import parse_store
 
 LONGEST = 4096  # characters of a text
+CONFIG = 100_000  # characters of the script's configuration, which becomes an environment variable of the workers
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _ADDRESS = re.compile("[!-~]+:[0-9]{1,5}")
 _KEY = re.compile("[0-9a-f]{32}")
@@ -77,6 +80,14 @@ def _names(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _json_object(value: Any) -> bool:
+    """Whether a value is the JSON text of an object, of at most `CONFIG` characters."""
+    try:
+        return isinstance(value, str) and len(value) <= CONFIG and isinstance(json.loads(value), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 OPTIONS: dict[str, Check] = {
     "plan": parsed(Plan.parse),
     "shares": parsed(lambda value: parse_shares(value, value.count(",") + 1)),
@@ -85,8 +96,10 @@ OPTIONS: dict[str, Check] = {
     "checkpoints": path,
     "max_steps": whole_number(1),
     "tensorboard": switch,
+    "log_to": parsed(parse_loggers),
     "heal": switch,
     "verify_steps": parsed(parse_verify_steps),
+    "config": _json_object,
 }
 FIELDS: dict[str, Check] = {
     "script": path,

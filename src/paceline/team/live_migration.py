@@ -217,13 +217,13 @@ class Migration:
         for sender in [*self.senders.values()]:
             sender.copied()
 
-    def step(self, trainer: int, sends_all_sums: bool) -> Migration.Stream:
+    def step(self, trainer: int, sends_all_sums: bool) -> Migration.StateStream:
         """Sends newcomers a trainer's step that begins: its sums as they arrive, or, with `sends_all_sums`, only when
         the step ends, because they have their final values then.
         """
-        return Migration.Stream(self, trainer, not sends_all_sums)
+        return Migration.StateStream(self, trainer, not sends_all_sums)
 
-    class Stream:
+    class StateStream:
         """Sends one step: sums by their number as they arrive, then the remaining sums, and how to apply them all."""
 
         def __init__(self, ahead: Migration, trainer: int, early: bool) -> None:

@@ -28,13 +28,20 @@ from paceline.train.step_verbs import (
 )
 
 
-def data_parallel_step(context: StepContext, batches: Batches) -> Step:
-    """Makes one optimizer step of the team, on all of its workers or on none, and returns it."""
+def data_parallel_step(context: StepContext, batches: Batches) -> Step | None:
+    """Makes one optimizer step of the team, on all of its workers or on none, and returns it.
+
+    Returns None if an iterable dataset has no more rows.
+    """
     step = begin_step(context, batches.title.format(context.done + 1))
     for attempt in attempts(context):  # again after a lost peer
         with attempt:
             open_attempt(context, step)
-            load_batch(context, step, batches.load(0, context.shares.assignment))
+            batch = batches.load(0, context.shares.assignment)
+            if batch is None:  # an iterable dataset has ended
+                attempt.commit(None)
+                continue
+            load_batch(context, step, batch)
             while True:
                 forward_backward(context, step)
                 reduce(context, step)  # all gradients have arrived
@@ -45,6 +52,8 @@ def data_parallel_step(context: StepContext, batches: Batches) -> Step:
             examine(context, step)
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)
+    if attempt.result is None:
+        return None
     if attempt.taken is not None:
         take_over(context, step, *attempt.taken[1])
     publish(context, step)

@@ -37,6 +37,7 @@ from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.runner import PipelineRunner
 from paceline.parallel.pipeline.stage import Pipeline
+from paceline.train.layer_norms import Norms, gradient_norms
 
 
 def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) -> float:
@@ -47,7 +48,8 @@ def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) ->
 class Replica:
     """This worker's copy or part of the model. A step calls `run`, `agree`, `norm`, `update` and `complete`; until
     `update` it can be undone by `abort`. `group` are all workers, and `team` those that make a step together. `outer`
-    are the workers with the same shard: their gradients are summed, between hosts with the `codec`.
+    are the workers with the same shard: their gradients are summed, between hosts with the `codec`. `counted` has the
+    blocks of each dense parameter that this worker counts in norms; None: all that it holds.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Replica:
             name: job.local_cuts.get(name) or full_spec(param.shape)
             for name, param in [*job.local_params.items()][: len(job.dense)]
         }
-        self._counted = counting([*cuts.values()], job.shard_index)
+        self.counted = counting([*cuts.values()], job.shard_index)
         if self.grad_buffers.exact is not None:
             self.grad_buffers.exact.elements = [math.prod(cut.shape) for cut in cuts.values()]
+        self.grad_norms: Norms | None = None  # of the last step, if its gradients are gone
         # Gradients of parameters that are not divided along `expert` are first summed along it.
         self._inner = [group.subgroup("expert", mesh=mesh)] if mesh.expert > 1 else []
         inner_steps = [ReduceStep("sum", among, of_shared=True) for among in self._inner]
@@ -104,6 +107,7 @@ class Replica:
 
     def rebind(self) -> None:
         """Takes memory for gradients from the present generation. Collective."""
+        self.updater.has_gradients = False
         if self.layout.allocate is not None:
             self.grad_sink.rebind(self.layout.allocate)
 
@@ -187,12 +191,12 @@ class Replica:
 
     def squares(self, options: StepOptions) -> torch.Tensor:
         """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
-        equal_on_all = self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
+        equal_on_all = self.counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
         known = self.transit.squares() if self.transit is not None and equal_on_all and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
         else:
-            total = self.grad_buffers.squares(options.micro_batches, self._counted, changed=not equal_on_all)
+            total = self.grad_buffers.squares(options.micro_batches, self.counted, changed=not equal_on_all)
         return torch.cat([total, total.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else total
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
@@ -211,6 +215,7 @@ class Replica:
 
     def complete(self) -> None:
         """Gathers the weights that other workers have updated, after an update and in a new generation. Collective."""
+        self.grad_norms = gradient_norms(self) if self.layout.overwrites_gradients else None
         self.layout.complete()
 
     def abort(self, again: bool = False) -> None:

@@ -76,6 +76,7 @@ class Step:
     spent: dict[str, float] = field(default_factory=dict)
     began: float = 0.0  # when the present attempt began
     computed: float = 0.0  # when this worker's own gradients were complete
+    waited: float = 0.0  # seconds of forward and backward for workers of other units
 
     @property
     def done(self) -> int:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.parallel.estimate import describe_blocks
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.plan import Plan
@@ -62,7 +61,7 @@ class StepFigures:
     def write(self, reports: Sequence[list[dict[str, Any]]]) -> None:
         """Journals the measurements of all workers for the report."""
         predicted, measured = zip(*reports[: self._plan.mesh(len(reports)).replica], strict=True)
-        details = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self._job)], "workers": len(reports)}
+        details = {"stages": [{"blocks": blocks} for blocks in self._job.describe_blocks()], "workers": len(reports)}
         details |= {"micro_batches": self._micro_batches, "predicted": predicted, "measured": measured}
         self._run.reporter.journal.write("figures", trainer=self._trainer, plan=str(self._plan), **details)
 

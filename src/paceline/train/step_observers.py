@@ -91,7 +91,7 @@ def observe_computing(context: StepContext, step: Step) -> None:
             context.notes.note(suggestion, context.done)
     votes = step.agreed.no_merge or step.agreed.tested or sums.out_of_memory or sums.news
     if (votes or len(step.batch.micro_batches) > 1) and step.options.merge == context.merging.size:
-        learn_merging(context, step, sums, step.spent["compute"])
+        learn_merging(context, step, sums, step.spent["compute"] - step.waited)
 
 
 def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: float) -> None:

@@ -96,7 +96,9 @@ def forward_backward(context: StepContext, step: Step) -> StepSums:
     on_reduced = None if step.ahead is None else step.ahead.sum
     # In the first step much is made that stays.
     counters = _counters(context) if context.figures.made == 1 and "keeps" not in notes.announced else None
+    waited = HEARTBEAT.all_waited
     step.sums = sums = context.replica.run(step.batch.micro_batches, step.options, on_reduced)
+    step.waited = HEARTBEAT.all_waited - waited if context.replica.mesh.unit == 1 else 0.0
     if counters is not None and (names := counters.names()):
         notes.news["counts"] = describe_changing_counters(names), ""
     step.computed = time.perf_counter()
@@ -138,7 +140,7 @@ def reduce(context: StepContext, step: Step) -> Agreed:
         fields |= {"streams": 1.0, "read": batch.read, "read_squares": batch.read**2}
     for contribute in context.contributions:
         fields |= contribute()
-    seconds = context.updated + step.computed - step.began
+    seconds = context.updated + step.computed - step.began - step.waited
     metrics = sums.metrics if speaks else {}
     if layout.workers == 1 and not context.plan.exact:
         context.replica.agree(_NOTHING, sums, step.options)

@@ -55,7 +55,7 @@ class LockstepStrategy:
     def __init__(
         self,
         context: StepContext,
-        make_step: Callable[[StepContext, Batches], Step],
+        make_step: Callable[[StepContext, Batches], Step | None],
         get_state: Callable[[StepContext, int | None], dict[str, Any]] | None = None,
     ) -> None:
         self.context, self._get_state = context, get_state

@@ -27,7 +27,7 @@ from paceline.train.step_verifier import StepCheck, StepVerifier
 from paceline.train.strategy import LockstepStrategy
 
 
-def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches) -> Step:
+def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches) -> Step | None:
     """Makes one step as `data_parallel_step` does. If the step was drawn, all workers verify it before the update."""
     if not verifier.is_due(context.done):
         return data_parallel_step(context, batches)
@@ -36,7 +36,11 @@ def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches
         check = StepCheck(verifier, step, batches)
         with attempt, check.protected():
             open_attempt(context, step)
-            load_batch(context, step, batches.load(0, context.shares.assignment))
+            batch = batches.load(0, context.shares.assignment)
+            if batch is None:  # an iterable dataset has ended
+                attempt.commit(None)
+                continue
+            load_batch(context, step, batch)
             while True:
                 check.compute_other()
                 forward_backward(context, step)
@@ -49,6 +53,8 @@ def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches
             examine(context, step)
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)
+    if attempt.result is None:
+        return None
     if attempt.taken is not None:
         take_over(context, step, *attempt.taken[1])
     publish(context, step)

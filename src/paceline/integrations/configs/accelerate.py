@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.base.config_file import read_config
 from paceline.errors import FormatError
 from paceline.integrations.configs.accelerate_fields import ACCELERATE
 from paceline.integrations.configs.conversion import (
@@ -16,7 +17,6 @@ from paceline.integrations.configs.conversion import (
     leaves,
 )
 from paceline.integrations.configs.deepspeed import REPLACED, convert_deepspeed
-from paceline.integrations.configs.reading import read_config
 from paceline.integrations.configs.training_arguments import DEFAULTS
 
 # Sections, the prefix of their fields, and the kinds of distribution that read them.
@@ -386,13 +386,13 @@ def _convert_precision(conversion: Conversion) -> None:
     """Half precision of forward and backward."""
     value = conversion.get("mixed_precision", "no")
     word = "no" if value is False else str(value).lower()
-    if word in ("bf16", "fp16"):
+    if word in ("bf16", "fp16", "fp8"):
         if "precision" in conversion.words and conversion.words["precision"][0] != f"precision={word}":
             conversion.settle("mixed_precision", NO_EFFECT, "the DeepSpeed file decides")
         conversion.word(f"precision={word}", "mixed_precision")
-    elif word == "fp8":
-        conversion.refuse("mixed_precision", "FP8 is not built", "the plan has precision=bf16 instead")
-        conversion.words.setdefault("precision", ("precision=bf16", "mixed_precision"))
+        backend = str(conversion.get("fp8_config.backend", "AO")).upper()
+        if word == "fp8" and backend != "AO":
+            conversion.changes.append(f"torchao computes in 8 bits in place of {backend}: losses differ slightly.")
     elif word in ("no", "fp32"):
         conversion.settle("mixed_precision", NO_EFFECT, "forward and backward run in the model's dtype")
     else:

@@ -168,7 +168,7 @@ REFUSED_FIELDS = {
 }
 
 FREE_SECTIONS: dict[str, FieldRefusal | str] = {
-    "fp8_config": FieldRefusal("FP8 is not built", "use the plan word precision=bf16"),
+    "fp8_config": "precision=fp8 computes as the backend AO does, with a scale for each tensor, and pads sizes",
     "additional_args": FieldRefusal("SageMaker starts no runs of Paceline", "start paceline run on its machines"),
     f"{_FSDP}xla_fsdp_settings": FieldRefusal(*_TPU),
 }

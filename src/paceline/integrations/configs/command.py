@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.base.config_file import read_config
 from paceline.base.console import in_one_line, say
 from paceline.errors import UsageError
 from paceline.integrations.configs.accelerate import convert_accelerate, fsdp_section
@@ -14,7 +15,6 @@ from paceline.integrations.configs.accelerate_fields import ACCELERATE
 from paceline.integrations.configs.conversion import REFUSED, UNKNOWN, Conversion, FieldTable
 from paceline.integrations.configs.deepspeed import convert_deepspeed
 from paceline.integrations.configs.deepspeed_fields import DEEPSPEED
-from paceline.integrations.configs.reading import read_config
 from paceline.integrations.configs.report import json_of, text_of
 from paceline.integrations.configs.training_arguments import read_settings
 

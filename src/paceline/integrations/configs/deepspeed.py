@@ -287,6 +287,14 @@ def _convert_precision(conversion: Conversion) -> None:
         conversion.settle(dtype, USED, f"plan word precision={half}")
 
 
+# Sections of monitors: the logger for each, and the fields of its target.
+_LOGGERS = {
+    "wandb": ("wandb", ("team", "project")),
+    "comet": ("comet", ("workspace", "project")),
+    "csv_monitor": ("csv", ()),
+}
+
+
 def _convert_observers(conversion: Conversion) -> None:
     """Monitors, and what a run that grows and shrinks needs."""
     name = "tensorboard.enabled"
@@ -295,6 +303,17 @@ def _convert_observers(conversion: Conversion) -> None:
         conversion.settle(name, USED, "paceline run --tensorboard")
     elif conversion.get(name) is not None:
         conversion.settle(name, NO_EFFECT, "it is switched off")
+    for section, (kind, fields) in _LOGGERS.items():
+        names = [f"{section}.{field}" for field in fields]
+        if conversion.is_on(f"{section}.enabled"):
+            target = "/".join(str(value) for value in map(conversion.get, names) if value)
+            option = f"--log-to {kind}" + (f":{target}" if target else "")
+            conversion.options.append(option)
+            for name in [f"{section}.enabled", *names]:
+                conversion.settle(name, USED, f"paceline run {option}")
+        else:
+            for field in conversion.get(section) or ():
+                conversion.settle(f"{section}.{field}", NO_EFFECT, f"{section} is switched off")
     if conversion.get("elasticity"):
         if conversion.is_on("elasticity.enabled"):
             least = _integer(conversion, "elasticity.min_gpus", 1)

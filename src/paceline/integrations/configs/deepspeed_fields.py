@@ -66,6 +66,9 @@ USED_FIELDS = {
     "compile.deepcompile": "plan word compile",
     "compile.enabled": "plan word compile",
     "tensorboard.enabled": "paceline run --tensorboard",
+    **within("wandb", "enabled team project", "paceline run --log-to wandb"),
+    **within("comet", "enabled workspace project", "paceline run --log-to comet"),
+    "csv_monitor.enabled": "paceline run --log-to csv",
     "elasticity.enabled": "any run may grow and shrink: paceline run --join, --min-workers",
     "elasticity.min_gpus": "paceline run --min-workers",
 }
@@ -173,7 +176,8 @@ NO_EFFECT_FIELDS = {
         "comms_logger", "enabled verbose prof_all prof_ops debug", "the report has bytes and seconds of every run"
     ),
     **within("tensorboard", "output_path job_name", "files go to the run folder"),
-    **within("csv_monitor", "enabled output_path job_name", "the run's journal has every value; see paceline metrics"),
+    **within("csv_monitor", "output_path job_name", "tables go to the run folder"),
+    "comet.samples_log_interval": "loggers get every record of the journal",
     **within(
         "aio",
         "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
@@ -340,16 +344,17 @@ FREE_SECTIONS: dict[str, FieldRefusal | str] = {
     f"{_ZERO}.zenflow": FieldRefusal(
         "updates that lag behind are not built for offload", "leave it out: offload=cpu waits for each update"
     ),
-    "wandb": FieldRefusal(
-        "Paceline has no logger for Weights & Biases", "call wandb.log() in the loop where trainer.main is true"
-    ),
-    "comet": FieldRefusal(
-        "Paceline has no logger for Comet", "call the experiment's log_metrics() in the loop where trainer.main is true"
+    "wandb.group": FieldRefusal("the settings of Weights & Biases apply", "set WANDB_RUN_GROUP"),
+    **refused_within(
+        "comet",
+        "api_key experiment_name experiment_key online mode",
+        "Comet's own settings apply",
+        "set COMET_API_KEY, COMET_START_EXPERIMENT_NAME, COMET_EXPERIMENT_KEY, COMET_START_ONLINE or COMET_START_MODE",
     ),
     "autotuning.arg_mappings": "it only concerns DeepSpeed's tuning runs",
     "datastates_ckpt": FieldRefusal("checkpoints are Paceline's own", "leave it out"),
     "weight_quantization": FieldRefusal("it only concerns inference", "leave it out"),
-    "msamp": FieldRefusal("FP8 is not built", "use the plan word precision=bf16"),
+    "msamp": FieldRefusal("weights and gradients in 8 bits (MS-AMP) are not built", "use the plan word precision=fp8"),
 }
 
 DEEPSPEED = FieldTable("DeepSpeed", USED_FIELDS, NO_EFFECT_FIELDS, REFUSED_FIELDS, FREE_SECTIONS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.console import in_one_line, shown
+from paceline.base.environment import variable
 from paceline.base.schema import read_file
 from paceline.errors import UsageError
 
@@ -106,3 +107,17 @@ def read_hosts(path: Path) -> list[Host]:
         what = f"--hostfile {in_one_line(path)} cannot be read ({error.strerror})"
         raise UsageError(what, "pass a file with one host per line") from error
     return parse_hosts(",".join(re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line))
+
+
+def read_variables(words: Sequence[str]) -> dict[str, str]:
+    """Reads the words of ``--env``: ``NAME=VALUE``, or ``NAME`` for a variable of this process. UsageError: a word is
+    not one of these, or the variable is not set.
+    """
+    variables = {}
+    for name, _, value in (word.partition("=") for word in words):
+        if not name.isidentifier():
+            raise UsageError(f"--env {shown(name)} is not a variable name", "use NAME or NAME=VALUE")
+        variables[name] = value or variable(name) or ""
+        if not variables[name]:
+            raise UsageError(f"--env {name}: this variable is not set here", f"export it, or use --env {name}=VALUE")
+    return variables

@@ -48,7 +48,10 @@ FAREWELL = 15.0  # seconds for the other hosts to end after the first one
 LINES = 50  # lines that are shown of another host that failed
 KINDS = "job,service,secret,configmap,networkpolicy"
 OWNERS = {"job": "", "jobset": "jobset,", "trainjob": "trainjob,trainingruntime,"}  # further kinds, by the shape
-FLAGS = ("max_time", "save_every", "keep", "checkpoints", "mirror", "max_restarts", "min_workers", "hang_timeout")
+FLAGS = (
+    *("max_time", "save_every", "keep", "checkpoints", "mirror", "log_to"),
+    *("max_restarts", "min_workers", "hang_timeout"),
+)
 SWITCHES = ("cold_start", "quiet", "verbose")
 Pod = Mapping[str, Any]
 

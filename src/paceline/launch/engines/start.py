@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.base.console import command_line, quoted, say, shown
-from paceline.base.environment import variable
+from paceline.base.console import command_line, quoted, say
 from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts, split_options
+from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts, read_variables, split_options
 from paceline.launch.engines.kubernetes import launch_pods
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.mpi import Mpi, queued
@@ -46,7 +45,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
     options |= {"script": find_module(script) if module and not in_image else script, "module": module}
     if not in_image and not Path(options["script"]).is_file():
         raise UsageError(f"the script {script} does not exist", "pass the path of a Python training script")
-    environment = {name: _value(name, value) for name, _, value in (word.partition("=") for word in given["env"])}
+    environment = read_variables(given["env"])
     again: list[str] = _without_values(words)
     if options["run_dir"] is None:
         stem = module or Path(script).stem
@@ -112,15 +111,6 @@ def _requested_hosts(where: str, hosts: str | None, file: Path | None) -> list[H
         what = "the hosts are missing" if hosts is None else "--hosts and --hostfile cannot be combined"
         raise UsageError(what, "pass --hosts a,b:2 or --hostfile FILE")
     return parse_hosts(hosts) if hosts is not None else read_hosts(file or Path())
-
-
-def _value(name: str, value: str) -> str:
-    if not name.isidentifier():
-        raise UsageError(f"--env {shown(name)} is not a variable name", "use NAME or NAME=VALUE")
-    value = value or variable(name) or ""
-    if not value:
-        raise UsageError(f"--env {name}: this variable is not set here", f"export it, or use --env {name}=VALUE")
-    return value
 
 
 def _without_values(words: Sequence[str]) -> list[str]:

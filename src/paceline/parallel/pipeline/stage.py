@@ -10,7 +10,7 @@ gradients are summed over them at the end of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -207,8 +207,7 @@ class Pipeline:
             workers = sorted(set(map(self.messages.worker, self._homes[name])))
             if len(workers) > 1:
                 shared[number] = workers
-                times = len(workers) - 1 if me == workers[0] else int(me in workers)
-                ends["pipeline"] = ends.get("pipeline", 0) + times * param.nbytes
+                ends["pipeline"] = ends.get("pipeline", 0) + shared_bytes(param, workers, me)
         return shared
 
     def _local_param(self, key: Key) -> nn.Parameter | None:
@@ -650,6 +649,13 @@ class Pipeline:
         for tensor in tensors_in([made]):
             self.line.broadcast(tensor, source)
         return Attributes(made) if isinstance(made, dict) else made
+
+
+def shared_bytes(param: torch.Tensor, workers: Collection[int], me: int) -> int:
+    """Returns the bytes of a gradient that a worker sends, if these workers of a line have the same parameter: the
+    first one sends the sum to the others.
+    """
+    return (len(workers) - 1 if me == min(workers) else int(me in workers)) * param.nbytes
 
 
 def _none_like(value: torch.Tensor) -> torch.Tensor:

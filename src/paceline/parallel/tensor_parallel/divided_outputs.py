@@ -57,7 +57,7 @@ class DividedOutputs:
         """
         if not any(map(placement_of, tensors_of(output))):
             return self._plain_loss(output, batch)
-        if not self._is_compared and torch.is_grad_enabled():
+        if not self._is_compared and torch.is_grad_enabled() and self._job.trains:
             with quietly(self._job.model, False):
                 self.stay, self._is_compared = self._agrees(output, batch), True
         if not self.stay:

@@ -726,6 +726,11 @@ class TensorCut:
 
     def _verify(self, model: nn.Module, batch: Any) -> None:
         """Compares the first forward of a mode, and its backward in training, with that of the full model."""
+        if not self.job.trains:
+            self._outputs(model, batch)
+            self._divides_sequences = self._may_divide_sequences()
+            self._regions.pop((model.training, self.job.assembled), None)
+            return
         self.unit.declare("the full layers, for the comparison", check=False, kind="comparison")
         backward = model.training and torch.is_grad_enabled() and self._has_room_for_full()
         expected = self._compute(model, batch, True, backward)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from paceline.comm.torch_private import pytree
 from paceline.compute.call_arguments import bind_arguments, gather_arguments
 from paceline.errors import UsageError
+from paceline.parallel.tensor_parallel.attention_functions import BY_HEADS
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
@@ -31,7 +32,7 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     tensors_in,
 )
 
-OP_RULES: dict[str, Rule] = {}
+OP_RULES: dict[str, Rule] = {**BY_HEADS}
 
 
 def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:

@@ -28,7 +28,9 @@ from paceline.comm.torch_private import (
     pytree,
 )
 from paceline.errors import UsageError
+from paceline.parallel.tensor_parallel import redistribute
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, memory_order
+from paceline.parallel.tensor_parallel.uncompiled_code import UncompiledCode, compiled_by_itself, is_flex_operator
 
 Tensor = torch.Tensor
 Rule = Callable[["ShardedTensorMode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -39,6 +41,7 @@ _attribute = PART
 UNKNOWN = object()  # returned by a rule that does not cover a case
 _MOST = 16  # most sections of a fused weight that are tried
 _active: list[_Mode] = []  # the modes that are entered, the innermost last
+_uncompiled_code = UncompiledCode()
 
 # Functions that run on a shard as on any tensor.
 AS_IT_IS = {
@@ -130,6 +133,8 @@ class _Mode(TorchFunctionMode):
             _attribute = previous
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_flex_operator(function):
+            function = compiled_by_itself(function, _is_seen, modes_off)
         if self.is_off:
             return function(*args, **(kwargs or {}))
         global _attribute
@@ -163,7 +168,7 @@ class _Mode(TorchFunctionMode):
     def __enter__(self) -> Any:
         self.on += 1
         if not _active:
-            _intercept_autograd_functions(True)
+            _intercept(True)
         _active.append(self)
         innermost = innermost_function_mode()
         entered = super().__enter__()  # type: ignore[no-untyped-call]
@@ -178,7 +183,7 @@ class _Mode(TorchFunctionMode):
         self.on -= 1
         _active.pop()
         if not _active:
-            _intercept_autograd_functions(False)
+            _intercept(False)
         if (kept_innermost := self._kept_innermost.pop()) is not None:
             kept_innermost.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -207,10 +212,12 @@ def _apply_to_full_tensors(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _PLAIN_APPLY.__func__(cls, *args, **kwargs)
 
 
-def _intercept_autograd_functions(is_on: bool) -> None:
-    """Gives all of the user's autograd functions full tensors, or no longer."""
+def _intercept(is_on: bool) -> None:
+    """Gives all of the user's autograd functions full tensors and runs compiled functions as Python, or no longer."""
     applies: Any = classmethod(_apply_to_full_tensors) if is_on else _PLAIN_APPLY
     torch.autograd.Function.apply = applies  # type: ignore[method-assign]
+    if redistribute.trace is None:  # else torch compiles what the modes see
+        _uncompiled_code.set(is_on)
 
 
 @contextmanager
@@ -223,12 +230,18 @@ def suspend_other_modes(model: Any) -> Iterator[None]:
         yield
 
 
+def _is_seen() -> bool:
+    """Whether a mode that is entered sees the next call."""
+    mode = innermost_function_mode()
+    return isinstance(mode, _Mode) and mode.on > 0
+
+
 @contextmanager
 def modes_off() -> Iterator[None]:
     """Takes the modes off in its body, as if they had not been entered. Other function modes stay."""
     taken, counts, active = function_modes_taken(), [(mode, mode.on) for mode in _active], [*_active]
     kept = [mode for mode in reversed(taken) if not isinstance(mode, _Mode)]
-    _intercept_autograd_functions(False)
+    _intercept(False)
     _active.clear()
     for mode, _ in counts:
         mode.on = 0
@@ -244,7 +257,7 @@ def modes_off() -> Iterator[None]:
         _active[:] = active
         for mode, count in counts:
             mode.on = count
-        _intercept_autograd_functions(bool(active))
+        _intercept(bool(active))
 
 
 class ShardedTensorMode(_Mode):

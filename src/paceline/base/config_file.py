@@ -1,9 +1,10 @@
-"""Reads a configuration file in JSON or YAML, and names the line of what cannot be read."""
+"""Reads a configuration file in JSON, YAML or TOML, and names the line of what cannot be read."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ _MOST = 100_000  # values: an alias of YAML can stand for as many as an attacker
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads a configuration file: YAML if its name ends in .yaml or .yml, JSON otherwise.
+    """Reads a configuration file: YAML if its name ends in .yaml or .yml, TOML if it ends in .toml, JSON otherwise.
 
     Raises:
-        FormatError: The file is not valid JSON or YAML, or its top level is not an object with named fields.
+        FormatError: The file is not valid JSON, YAML or TOML, or its top level is not an object with named fields.
         UsageError: PyYAML is needed and not installed.
         OSError: The file cannot be read.
     """
@@ -29,10 +30,8 @@ def read_config(path: Path) -> dict[str, Any]:
         text = read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FormatError(f"{in_one_line(path)}: byte {error.start} is not UTF-8", "save the file as UTF-8") from None
-    if path.suffix.lower() in (".yaml", ".yml"):
-        value = _read_yaml(text, path)
-    else:
-        value = _read_json(text, path)
+    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml}
+    value = readers.get(path.suffix.lower(), _read_json)(text, path)
     if not isinstance(value, dict):
         what = f"{in_one_line(path)} holds {_kind(value)}, not an object with named fields"
         raise FormatError(what, "pass the configuration file itself")
@@ -112,6 +111,16 @@ def _cure(text: str, position: int) -> str:
             return f"write {known[word[0]]} instead of {word[0]}"
         return f"write a value in place of {word[0]}, or quote it; a template must be filled in first"
     return "correct the file there"
+
+
+def _read_toml(text: str, path: Path) -> Any:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise FormatError(f"{in_one_line(path)} is nested too deeply", "pass the configuration file itself") from None
+    except ValueError as error:  # TOMLDecodeError is one
+        why = first_line(error)
+        raise FormatError(f"{in_one_line(path)}: {why[:1].lower()}{why[1:]}", "correct the file there") from None
 
 
 def _read_yaml(text: str, path: Path) -> Any:

@@ -1,0 +1,1 @@
+"""Reads weights and optimizer states that other programs have written. Nothing of them is executed."""

@@ -1,0 +1,216 @@
+"""A dataset of the rows of MDS shards, which MosaicML's streaming library writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from paceline.data.binary_shards import Shard, ShardFolder, decompress, split_sizes, table_of
+from paceline.data.byte_ranges import LocalFiles
+from paceline.data.decoding import open_image, raw_image
+from paceline.data.file_rows import FileRows
+from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
+from paceline.errors import DatasetError, UsageError, first_line
+
+_MISSING = "pass the folder that MDSWriter wrote, with its index.json"
+_NUMBERS = "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64"
+# The codes of an array's type and of the type of its shape, in arrays that have both before their values.
+_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_SHAPES = ("u1", "u2", "u4", "u8")
+
+
+class MDSRows(GroupedRows):
+    """All rows of a folder of MDS shards, in the order of its index: each a dict from a column to its value.
+
+    `url` is the folder with ``index.json``, or a URL that fsspec knows (``s3://...``, which gets `storage_options`).
+    `columns`: which to read (default: all). Values are what the streaming library returns: numbers, texts, bytes,
+    arrays, JSON, images of pillow. Columns of pickles are refused.
+
+    Opening reads the index alone. A row of an uncompressed shard reads its own bytes, those of a micro-batch with one
+    request, after the table of offsets at the beginning of the shard. A row of a compressed shard reads the shard, of
+    which as many stay in memory, decompressed, as `cache` bytes hold; zstd, br and snappy need pyarrow. May be pickled
+    and forked.
+
+    Raises UsageError for columns that cannot be read, DatasetError where there is no such folder, file, column or row,
+    and for shards that do not fit their index.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        columns: Sequence[str] | None = None,
+        cache: int = CACHE,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder = ShardFolder(url, storage_options, _MISSING)
+        described = folder.index.get("shards")
+        if folder.index.get("version") != 2 or not isinstance(described, list):
+            raise folder.refusal("is not an MDS index of version 2")
+        described = [one for one in described if one.get("samples")]
+        try:
+            if other := [one["format"] for one in described if one["format"] != "mds"]:
+                raise folder.refusal(f"has shards of the format {other[0]}", "write them with MDSWriter")
+            self._layouts = [
+                [*zip(one["column_names"], one["column_encodings"], one["column_sizes"], strict=True)]
+                for one in described
+            ]
+            raw = [f"{folder.root}/{one['raw_data']['basename']}" for one in described]
+            packed = [f"{folder.root}/{one['zip_data']['basename']}" if one["zip_data"] else "" for one in described]
+            self._kinds = [(one["compression"] or "").partition(":")[0] for one in described]
+            self._sizes = [one["raw_data"]["bytes"] for one in described]
+            samples = [one["samples"] for one in described]
+        except (KeyError, TypeError, ValueError) as error:
+            raise folder.refusal(f"is not an MDS index ({type(error).__name__}: {first_line(error)})") from error
+        if not described:
+            raise folder.refusal("lists no rows")
+        self._columns = self._checked(columns, folder)
+        # The library leaves decompressed shards where it has read them.
+        unpacked = isinstance(folder.store, LocalFiles) and all(map(os.path.exists, raw))
+        self._packed = any(packed) and not unpacked
+        paths = [one or other for one, other in zip(packed, raw, strict=True)] if self._packed else raw
+        self._files = FileRows([Shard(folder.store, path, rows) for path, rows in zip(paths, samples, strict=True)])
+        self._rows = RowGroups(samples, cache, "MDSRows")
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows, in the order asked for. Raises IndexError."""
+        shards = [self._rows.locate(row)[0] for row in rows]
+        if not self._packed:
+            read = [(file.path, data.tobytes()) for file, _, data in self._files.read(rows)]
+        else:
+            read = [self._unpacked_row(row) for row in rows]
+        return [self._row(shard, *one) for shard, one in zip(shards, read, strict=True)]
+
+    def _checked(self, columns: Sequence[str] | None, folder: ShardFolder) -> dict[str, Callable[[bytes], Any]]:
+        """Returns how the values of each wanted column are decoded. Raises UsageError and DatasetError."""
+        encodings = {name: encoding for layout in self._layouts for name, encoding, _ in layout}
+        for name in columns or ():
+            if name not in encodings:
+                raise DatasetError(f"{folder.url} has no column {name}", f"it has {', '.join(sorted(encodings))}")
+        decoders = dict[str, Callable[[bytes], Any]]()
+        for name in encodings if columns is None else columns:
+            decoder = _decoder(encodings[name])
+            if decoder is None:
+                what = f"the column {name} of {folder.url} has the encoding {encodings[name]}"
+                why = ", which can run code" if encodings[name] == "pkl" else ""
+                raise UsageError(what + why, "leave it out with columns=, or write it with another encoding")
+            decoders[name] = decoder
+        return decoders
+
+    def _unpacked_row(self, row: int) -> tuple[str, bytes]:
+        shard, at = self._rows.locate(row)
+        data, offsets = self._rows.take(shard, self._unpack)
+        return self._files.files[shard].path, data[offsets[at] : offsets[at + 1]]
+
+    def _unpack(self, shard: int) -> tuple[int, tuple[bytes, Any]]:
+        file = self._files.files[shard]
+        data = file.store.read_all(file.path, file.path)
+        if self._kinds[shard]:
+            data = decompress(data, self._kinds[shard], file.path, self._sizes[shard])
+        return len(data), (data, table_of(data, len(file), file.path))
+
+    def _row(self, shard: int, path: str, data: bytes) -> dict[str, Any]:
+        layout = self._layouts[shard]
+        values = split_sizes(data, [size or None for _, _, size in layout])
+        by_name = {name: value for (name, _, _), value in zip(layout, values, strict=True)}
+        row = dict[str, Any]()
+        for name, decode in self._columns.items():
+            try:
+                row[name] = decode(by_name[name])
+            except (KeyError, ValueError, IndexError, ArithmeticError, OSError) as error:
+                what = f"the column {name} of a row of {path} cannot be decoded ({first_line(error)})"
+                raise DatasetError(what, "copy the shard again, or write it again") from error
+        return row
+
+
+def _decoder(encoding: str) -> Callable[[bytes], Any] | None:
+    """Returns the function that decodes values of an encoding; None if there is none."""
+    name, _, options = encoding.partition(":")
+    return _Array(options) if name == "ndarray" else _BY_ENCODING.get(encoding)
+
+
+class _Array:
+    """Decodes arrays ``ndarray[:type[:shape]]``; what is not given comes before the values of each array."""
+
+    def __init__(self, options: str) -> None:
+        kind, _, shape = options.partition(":")
+        self._type = np.dtype(kind) if kind else None
+        self._shape = tuple(map(int, shape.split(","))) if shape else None
+
+    def __call__(self, data: bytes) -> Any:
+        kind, shape, at = self._type, self._shape, 0
+        if kind is None:
+            kind, at = np.dtype(_TYPES[data[0]]), 1
+        if shape is None:
+            rank, width = data[at] >> 2, np.dtype(_SHAPES[data[at] % 4])
+            shape = tuple(np.frombuffer(data, width, rank, at + 1).tolist())
+            at += 1 + rank * width.itemsize
+        return np.frombuffer(data, kind, offset=at).reshape(shape).copy()
+
+
+class _Number:
+    """Decodes numpy's scalars of a type."""
+
+    def __init__(self, name: str) -> None:
+        self._type = np.dtype(name)
+
+    def __call__(self, data: bytes) -> Any:
+        return np.frombuffer(data, self._type)[0]
+
+
+class _Images:
+    """Decodes lists of images, which follow their number and their sizes, both from byte `start` on."""
+
+    def __init__(self, start: int, decode: Callable[[bytes], Any]) -> None:
+        self._start, self._decode = start, decode
+
+    def __call__(self, data: bytes) -> list[Any]:
+        (count,) = np.frombuffer(data, "<u4", 1, self._start).tolist()
+        begin = self._start + 4
+        ends = np.cumsum([begin + 4 * count, *np.frombuffer(data, "<u4", count, begin)]).tolist()
+        return [self._decode(data[one:other]) for one, other in pairwise(ends)]
+
+
+def _text(data: bytes) -> str:
+    return data.decode()
+
+
+def _int(data: bytes) -> int:
+    return int(np.frombuffer(data, "<i8")[0])
+
+
+def _text_int(data: bytes) -> int:
+    return int(data.decode())
+
+
+def _text_float(data: bytes) -> float:
+    return float(data.decode())
+
+
+def _text_decimal(data: bytes) -> Decimal:
+    return Decimal(data.decode())
+
+
+_BY_ENCODING: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": _text,
+    "int": _int,
+    "json": json.loads,
+    "str_int": _text_int,
+    "str_float": _text_float,
+    "str_decimal": _text_decimal,
+    "pil": raw_image,
+    **dict.fromkeys(("jpeg", "png"), open_image),
+    "list[pil]": _Images(4, raw_image),
+    **dict.fromkeys(("list[jpeg]", "list[png]"), _Images(4, open_image)),
+    **dict.fromkeys(("jpeg_array", "jpegarray"), _Images(0, open_image)),
+    **{name: _Number(name) for name in _NUMBERS.split()},
+}

@@ -1,0 +1,86 @@
+"""Rows in groups that are read together: which group a row is in, which groups stay in memory, an order by groups."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any
+
+from paceline.data.order import sample_index
+from paceline.errors import UsageError
+
+CACHE = 256 << 20  # bytes of groups that a dataset keeps unless it is given another number
+
+
+class RowGroups:
+    """Groups of these numbers of rows, none of them 0, of which as many stay in memory as `cache` bytes hold.
+
+    `dataset` names the class of the dataset for errors. May be pickled and forked; what is in memory stays behind.
+    """
+
+    def __init__(self, sizes: Sequence[int], cache: int, dataset: str) -> None:
+        self._starts: list[int] = [0, *accumulate(sizes)]
+        self._cache, self._dataset = cache, dataset
+        self._kept: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # {group: (bytes, what was read)}
+        self._shuffled: tuple[Any, list[int], list[int]] = (None, [], [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Returns the group of a row, and the number of the row in it. Raises IndexError."""
+        row_index = index(row) + (len(self) if row < 0 else 0)
+        if not 0 <= row_index < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        group = bisect_right(self._starts, row_index) - 1
+        return group, row_index - self._starts[group]
+
+    def take(self, group: int, read: Callable[[int], tuple[int, Any]]) -> Any:
+        """Returns a group from memory, or what ``read(group)`` returns after the number of its bytes."""
+        if group in self._kept:
+            self._kept.move_to_end(group)
+            return self._kept[group][1]
+        self._kept[group] = read(group)
+        while len(self._kept) > 1 and sum(size for size, _ in self._kept.values()) > self._cache:
+            self._kept.popitem(last=False)
+        return self._kept[group][1]
+
+    def order(self, position: int, size: int, seed: int, epoch: int) -> int:
+        """A sample order that shuffles the groups, and the rows within each group. Raises UsageError."""
+        if size != len(self):
+            raise UsageError(
+                f"this order is for {len(self)} rows, but the dataset has {size}",
+                f"pass the {self._dataset} object itself to steps()",
+            )
+        if self._shuffled[0] != (seed, epoch):
+            count = len(self._starts) - 1
+            groups = [int(sample_index(turn, count, seed, epoch)) for turn in range(count)]
+            sizes = (self._starts[group + 1] - self._starts[group] for group in groups)
+            self._shuffled = ((seed, epoch), groups, [0, *accumulate(sizes)])
+        _, groups, starts = self._shuffled
+        turn = bisect_right(starts, position) - 1
+        group, count = groups[turn], starts[turn + 1] - starts[turn]
+        return self._starts[group] + int(sample_index(position - starts[turn], count, seed, epoch + group))
+
+
+class GroupedRows:
+    """A dataset whose rows are in groups, `_rows`."""
+
+    _rows: RowGroups
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def order(self, position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
+        """A sample order for ``steps(order=rows.order)``: shuffles the groups, and the rows within each group.
+
+        A worker so reads a group once per epoch; an order over all rows would read it again and again. Raises
+        UsageError if `size` is not the number of rows.
+        """
+        return self._rows.order(position, size, seed, epoch)

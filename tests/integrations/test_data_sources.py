@@ -1,0 +1,82 @@
+"""Training sees the same rows of each kind of dataset on any team, through a kill, a join and a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import SCRIPTS, paceline
+from sources import BATCH, EPOCHS, KINDS, ROWS, SEED
+
+from paceline.base.batching import stream_seed
+from paceline.base.journal import read_journal
+from paceline.data.order import sample_index
+from paceline.data.row_stream import EPOCHS as EPOCH_STREAMS
+
+
+def rows_by_hand(name: str, folder: Path) -> list[list[int]]:
+    """The number of rows of each step, and the sums of their powers."""
+    kind, steps = KINDS[name], []
+    dataset = kind.open(folder)
+    order = getattr(dataset, "order", sample_index)
+    for epoch in range(EPOCHS):
+        if kind.is_iterable:
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+            torch.manual_seed(stream_seed(SEED, EPOCH_STREAMS, epoch))
+            in_order = [kind.number(row) for row in dataset]
+        else:
+            in_order = [int(order(position, ROWS, SEED, epoch)) for position in range(ROWS)]
+        assert sorted(in_order) == list(range(ROWS))
+        for first in range(0, ROWS, BATCH):
+            rows = in_order[first : first + BATCH]
+            steps.append([len(rows), *(sum(row**power for row in rows) for power in (1, 2, 3))])
+    return steps
+
+
+NUMBERED = [name for name in KINDS if not KINDS[name].is_iterable]
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_rows_are_numbered_as_they_were_written(name: str, tmp_path: Path) -> None:
+    kind, folder = KINDS[name], tmp_path / "data"
+    folder.mkdir()
+    kind.write(folder)
+    for dataset in (kind.open(folder), kind.open(folder)):  # the second one reads what the first one has kept
+        assert len(dataset) == ROWS
+        assert [kind.number(dataset[number]) for number in range(ROWS)] == list(range(ROWS))
+        if hasattr(dataset, "__getitems__"):
+            assert [kind.number(row) for row in dataset.__getitems__([41, 3, 19, 3])] == [41, 3, 19, 3]
+        if hasattr(dataset, "order"):
+            taken = [dataset.order(position, ROWS, SEED, 1) for position in range(ROWS)]
+            assert sorted(taken) == list(range(ROWS))
+
+
+TEAMS = [(2, 3), (1, 5), (3, 1), (5, 2)]
+CELLS = [(name, *team) for name in KINDS for team in TEAMS]
+FAST = [("webdataset", 2, 3), ("hugging face streaming", 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "then"),
+    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
+)
+def test_rows_are_the_same_through_a_kill_a_join_and_a_resume(
+    name: str, workers: int, then: int, tmp_path: Path
+) -> None:
+    """A worker is killed in the first epoch and joins again. The run stops in the middle of the second epoch, and
+    continues with another number of workers, of which one is killed and joins again.
+    """
+    (folder := tmp_path / "data").mkdir()
+    KINDS[name].write(folder)
+    teams = 0
+    for count, fault, steps in ((workers, "kill:0@2.forward", ("--steps", "7")), (then, "kill:0@9.forward", ())):
+        options = ("--workers", str(count), "--run-dir", "run", *steps)
+        teams += 2 * (count > 1)  # one without the killed worker, and one with it
+        chaos = {"PACELINE_CHAOS": fault, "FORMED": str(teams)} if count > 1 else {}
+        paceline("run", *options, SCRIPTS / "sources.py", name, "data", "out.json", cwd=tmp_path, **chaos)
+    assert json.loads((tmp_path / "out.json").read_text()) == rows_by_hand(name, folder)
+    formed = [event["workers"] for event in read_journal(tmp_path / "run") if event["event"] == "formed"]
+    assert sorted(map(len, formed)) == sorted(size for one in (workers, then) if one > 1 for size in (one - 1, one))

@@ -1,0 +1,160 @@
+"""Trains on numbered rows of one kind of dataset, and writes which rows each step had: sources.py KIND FOLDER OUT.
+
+The rows are distinct numbers, and each step writes the sums of their first three powers, which are exact in float64.
+With FORMED=count steps go slowly until the run has formed so many teams, so that a killed worker joins again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from mixed import wait_for_teams
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import paceline
+
+ROWS, BATCH, EPOCHS, SEED = 50, 12, 3, 3
+
+
+class Kind(NamedTuple):
+    """How a dataset of the numbers 0, 1, 2, ... is written to a folder and opened, and the number of a row.
+
+    The rows of an iterable come in any order, which depends on the epoch alone.
+    """
+
+    write: Callable[[Path], None]
+    open: Callable[[Path], Any]
+    number: Callable[[Any], int]
+    is_iterable: bool = False
+
+
+class Drawn(IterableDataset[int]):
+    """The numbers in an order that is drawn from torch's generator: without a state, so that a resumed run reads again."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(ROWS).tolist())
+
+
+def write_parquet(folder: Path) -> None:
+    import datasets
+
+    for part in range(4):
+        numbers = range(ROWS)[part * 15 : part * 15 + 15]
+        datasets.Dataset.from_dict({"number": [*numbers]}).to_parquet(folder / f"{part}.parquet")
+
+
+def streamed(folder: Path) -> Any:
+    import datasets
+
+    files = sorted(map(str, folder.glob("*.parquet")))
+    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+
+
+def write_hugging_face(folder: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"number": [*range(ROWS)]}).save_to_disk(folder, num_shards=3)
+
+
+def open_hugging_face(folder: Path) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(folder).with_format("torch")
+
+
+def write_lines(folder: Path) -> None:
+    for part in range(2):
+        lines = (f'{{"number": {number}}}\n' for number in range(ROWS)[part * 30 : part * 30 + 30])
+        (folder / f"{part}.jsonl").write_text("".join(lines))
+
+
+def write_shards(folder: Path) -> None:
+    import webdataset
+
+    for part in range(3):
+        with webdataset.TarWriter(str(folder / f"{part}.tar")) as shard:
+            for number in range(ROWS)[part * 20 : part * 20 + 20]:
+                shard.write({"__key__": f"{number:04}", "cls": number, "txt": f"row {number}" * (number % 5)})
+
+
+def write_images(folder: Path) -> None:
+    from PIL import Image
+
+    for number in range(ROWS):
+        (below := folder / f"class {number // 20}").mkdir(exist_ok=True)
+        Image.new("L", (2, 3), number).save(below / f"{number:03}.png")
+
+
+def write_by_library(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        from shards_of_libraries import unpack
+
+        unpack(folder.parent)
+        shutil.copytree(folder.parent / name, folder, dirs_exist_ok=True)
+
+    return write
+
+
+KINDS = {
+    "drawn": Kind(lambda folder: None, lambda folder: Drawn(), int, True),
+    "hugging face": Kind(write_hugging_face, open_hugging_face, lambda row: int(row["number"])),
+    "hugging face streaming": Kind(write_parquet, streamed, lambda row: row["number"], True),
+    "hugging face shuffled": Kind(
+        write_parquet,
+        lambda folder: paceline.data.Stream(lambda: streamed(folder).shuffle(seed=5, buffer_size=16)),
+        lambda row: row["number"],
+        True,
+    ),
+    "images": Kind(
+        write_images, lambda folder: paceline.data.ImageFolder(folder, images="l8"), lambda row: int(row[0][0, 0])
+    ),
+    "mds": Kind(write_by_library("mds/none"), paceline.data.MDSRows, lambda row: row["number"]),
+    "mds zstd": Kind(write_by_library("mds/zstd"), paceline.data.MDSRows, lambda row: row["number"]),
+    "litdata": Kind(write_by_library("litdata/images"), paceline.data.LitDataRows, lambda row: row["number"]),
+    "litdata arrow": Kind(write_by_library("litdata/arrow"), paceline.data.LitDataRows, lambda row: row["number"]),
+    "json lines": Kind(
+        write_lines, lambda folder: paceline.data.JsonLines(folder / "*.jsonl"), lambda row: row["number"]
+    ),
+    "webdataset": Kind(
+        write_shards, lambda folder: paceline.data.WebDatasetRows(folder / "{0..2}.tar"), lambda row: row["cls"]
+    ),
+}
+
+
+def loss(output: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    sums = {f"power {power}": (float((rows**power).sum()), len(rows)) for power in (1, 2, 3)}
+    return (output[:, 0] - rows / 1000).square().sum(), len(rows), sums
+
+
+def main(name: str, folder: str, out: str) -> None:
+    kind = KINDS[name]
+    trainer = paceline.Trainer(
+        lambda: nn.Linear(1, 1).double(),
+        loss=loss,
+        forward=lambda model, rows: model(rows[:, None] / 1000),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        global_batch=BATCH,
+        plan="micro=2",
+        seed=SEED,
+    )
+    trainer.state.setdefault("steps", [])
+    dataset = kind.open(Path(folder))
+    collate = lambda rows: torch.tensor([kind.number(row) for row in rows], dtype=torch.float64)
+    order = getattr(dataset, "order", None)
+    for report in trainer.steps(dataset, epochs=EPOCHS, collate=collate, order=order):
+        sums = [round(report.metrics[f"power {power}"] * report.samples) for power in (1, 2, 3)]
+        trainer.state["steps"].append([report.samples, *sums])
+        wait_for_teams()
+    if trainer.main:
+        Path(out).write_text(json.dumps(trainer.state["steps"]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
