@@ -1,12 +1,15 @@
 """What `paceline plan` predicts and what the plans then take, on this machine.
 
-    python benchmarks/planner.py [--workers 2 4] [--models mlp gpt words] [--try 12] [--record FILE]
+    python benchmarks/planner.py [--models mlp gpt words] [--workers 2 3 4] [--slow 2 4] [--links 50 200 1000]
+        [--try 6] [--steps 5] [--minutes 40] [--record FILE]
 
-For each model and number of workers, `paceline plan --try K --json` predicts all plans from a probe under the
-script's own plan, and tries the K that it predicts to be fastest and fit, twice in turn where they are close. Shown
-are the errors of the predicted seconds of a step and of the process's peak memory (but for the plan of the probe
-itself), and how much slower the first choice, and the best of the first three, are than the best plan tried.
-Predictions are not corrected by earlier ones: each run has a history of its own.
+A situation is a model with so many workers on this machine (`--workers`), with so many of which one is slow (`--slow`:
+its forwards take four times as long), or with one worker on each of two hosts, between which there is a link of so many
+Mbit/s (`--links`: network namespaces, as root). The default are 24 situations. For each, `paceline plan --try K --json`
+predicts all plans and tries the K that it predicts to be fastest and fit, those that are close to the best one twice.
+Shown are the errors of the predicted seconds of a step and of the process's peak memory (but for the first trial, by
+which the others are corrected), and how much slower the first choice, and the best of the first three, are than the
+best plan tried. Predictions are not corrected by earlier ones: each situation has a history of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +36,13 @@ from turns import record
 
 import paceline
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from fake_ssh import install_ssh
+from networks import network
+
 MODELS = ("mlp", "gpt", "words")
+SLOWER = 3.0  # times the seconds of a forward that the slow worker is idle after it
+SLOW_RANK = "1"
 
 
 def train(kind: str) -> None:
@@ -52,7 +64,7 @@ def train(kind: str) -> None:
     trainer = paceline.Trainer(
         model=model,
         loss=loss,
-        forward=lambda module, rows: module(rows[0]),
+        forward=slowed if os.environ.get("SLOW") and os.environ.get("PACELINE_RANK") == SLOW_RANK else forward,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         global_batch=batch,
     )
@@ -60,43 +72,101 @@ def train(kind: str) -> None:
         pass
 
 
-def plans(kind: str, workers: int, tries: int) -> dict[str, Any]:
-    """The answer of `paceline plan`, as JSON data."""
-    with tempfile.TemporaryDirectory() as cache:
-        words = ["plan", __file__, "--workers", str(workers), "--try", str(tries), "--json", "--", "--train", kind]
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", *words],
-            env={**os.environ, "XDG_CACHE_HOME": cache},
-            stdout=subprocess.PIPE,
-            check=True,
-        )
+def forward(module: nn.Module, rows: Any) -> torch.Tensor:
+    """Calls the model."""
+    output: torch.Tensor = module(rows[0])
+    return output
+
+
+def slowed(module: nn.Module, rows: Any) -> torch.Tensor:
+    """Calls the model on a worker that takes longer."""
+    began = time.perf_counter()
+    try:
+        return forward(module, rows)
+    finally:  # a stage of a pipeline leaves by an exception
+        end = time.perf_counter() + SLOWER * (time.perf_counter() - began)
+        while time.perf_counter() < end:
+            pass
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A model on so many workers, one of them slow or not, or on two hosts with a link of `mbit`."""
+
+    model: str
+    workers: int
+    slow: bool = False
+    mbit: int = 0
+
+    def __str__(self) -> str:
+        more = ", one slow" if self.slow else f" over {self.mbit} Mbit/s" if self.mbit else ""
+        return f"{self.model}, {self.workers} workers{more}"
+
+    def answer(self, tries: int, steps: int) -> dict[str, Any]:
+        """The answer of `paceline plan`, as JSON data."""
+        with tempfile.TemporaryDirectory() as base:
+            env = {**os.environ, "XDG_CACHE_HOME": base, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            words = ["--try", str(tries), "--steps", str(steps), "--json", os.path.abspath(__file__)]
+            words += ["--", "--train", self.model]
+            if not self.mbit:
+                env |= {"SLOW": "1"} if self.slow else {}
+                command = [sys.executable, "-m", "paceline", "plan", "--workers", str(self.workers), *words]
+                return read(command, env)
+            with network(3, Path(base)) as net:
+                for host in net.hosts[:2]:
+                    host.cap(self.mbit)
+                programs = install_ssh(Path(base), dict(zip("ab", net.hosts, strict=False)))
+                env["PATH"] = f"{programs}:{env['PATH']}"
+                given = [f"--env={name}" for name in ("OMP_NUM_THREADS", "PYTHONPATH") if env.get(name)]
+                given += ["--hosts", "a,b", "--allow", "lossy", f"--cwd={base}"]
+                return read(net.hosts[2].command(sys.executable, "-m", "paceline", "plan", *given, *words), env)
+
+
+def read(command: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """What a command prints as JSON."""
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     return dict(json.loads(done.stdout))
 
 
-def figures(answer: dict[str, Any], base: str) -> dict[str, Any]:
-    """Errors and regret of one answer; `base` is the plan of the probe."""
-    tried = [one for one in answer["plans"] if one["tried"] is not None and one["workers"] > 1]
-    others = [one for one in tried if one["plan"] != base]
+def figures(answer: dict[str, Any]) -> dict[str, Any]:
+    """Errors and regret of one answer."""
+    tried = [one for one in answer["plans"] if one["tried"] and one["workers"] > 1]
+    others = [one for one in tried if one["plan"] != answer["first"]]
     seconds = [abs(one["seconds"] / one["tried"] - 1) for one in others]
     peaks = [one["memory"] / one["peak"] - 1 for one in others]
     best = min(one["tried"] for one in tried)
     predicted = sorted(tried, key=lambda one: one["seconds"])
+    ratios = [a["seconds"] / b["seconds"] / (a["tried"] / b["tried"]) for a in tried for b in tried if a is not b]
     return {
         "plans": len(answer["plans"]),
+        "refused": len(answer["refused"]),
         "tried": len(tried),
-        "seconds_error": {"median": median(seconds), "worst": max(seconds)},
-        "memory_error": {"median": median(map(abs, peaks)), "lowest": min(peaks), "highest": max(peaks)},
+        "seconds_error": {"median": median(seconds), "worst": max(seconds)} if seconds else None,
+        "ratio_error": median(abs(ratio - 1) for ratio in ratios) if ratios else None,
+        "memory_error": {"lowest": min(peaks), "highest": max(peaks)} if peaks else None,
         "first_choice": predicted[0]["tried"] / best - 1,
         "best_of_three": min(one["tried"] for one in predicted[:3]) / best - 1,
-        "raw": [{name: one[name] for name in ("plan", "seconds", "tried", "memory", "peak")} for one in tried],
+        "raw": [{name: one[name] for name in ("plan", "seconds", "tried", "memory", "peak", "sends")} for one in tried],
     }
+
+
+def situations(args: argparse.Namespace) -> Iterator[Situation]:
+    """The situations that were asked for."""
+    for model in args.models:
+        yield from (Situation(model, workers) for workers in args.workers)
+        yield from (Situation(model, workers, slow=True) for workers in args.slow)
+        yield from (Situation(model, 2, mbit=mbit) for mbit in args.links)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--try", dest="tries", type=int, default=12)
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 3, 4])
+    parser.add_argument("--slow", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--links", type=int, nargs="*", default=[50, 200, 1000])
+    parser.add_argument("--try", dest="tries", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=40)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--train", choices=MODELS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -104,20 +174,33 @@ def main() -> None:
         train(args.train)
         return
     results: dict[str, Any] = {}
-    for kind in args.models:
-        for workers in args.workers:
-            found = figures(plans(kind, workers, args.tries), f"data={workers}")
-            results[f"{kind}, {workers} workers"] = found
-            error, memory = found["seconds_error"], found["memory_error"]
-            print(
-                f"{kind:6} {workers} workers: {found['tried']} plans tried; seconds {error['median']:.0%} off"
-                f" (worst {error['worst']:.0%}), memory {memory['median']:.0%} ({memory['lowest']:+.0%} to"
-                f" {memory['highest']:+.0%}); first choice {found['first_choice']:.0%} slower than the best, best of"
-                f" three {found['best_of_three']:.0%}",
-                flush=True,
-            )
+    began, left_out = time.monotonic(), list[str]()
+    print(f"at most {args.tries} plans of each situation are tried, the fastest by prediction: each takes seconds")
+    for situation in situations(args):
+        if time.monotonic() - began > 60 * args.minutes:
+            left_out.append(str(situation))
+            continue
+        since = time.monotonic()
+        taken = figures(situation.answer(args.tries, args.steps))
+        results[str(situation)] = {**taken, "minutes": round((time.monotonic() - since) / 60, 2)}
+        error, memory = taken["seconds_error"] or {}, taken["memory_error"] or {}
+        first, three = taken["first_choice"], taken["best_of_three"]
+        shown = [
+            f"{situation!s:32} {taken['tried']} of {taken['plans']} plans tried",
+            f"seconds {error.get('median', 0):.0%} off (worst {error.get('worst', 0):.0%})",
+            f"memory {memory.get('lowest', 0):+.0%} to {memory.get('highest', 0):+.0%}",
+            f"first choice {first:.0%} slower than the best, best of three {three:.0%}",
+        ]
+        print("; ".join(shown), flush=True)
+        if args.record:
+            record(args.record, results=results, left_out=left_out)
+    near = sum(one["best_of_three"] <= 0.05 for one in results.values())
+    first = sum(one["first_choice"] <= 0.05 for one in results.values())
+    print(f"within 5 % of the best plan tried: best of three {near}, first choice {first} of {len(results)} situations")
+    if left_out:
+        print(f"left out after {args.minutes:g} minutes: {'; '.join(left_out)}")
     if args.record:
-        record(args.record, results=results)
+        record(args.record, results=results, left_out=left_out)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class Drawn(IterableDataset[int]):
-    """The numbers in an order that is drawn from torch's generator: without a state, so that a resumed run reads again."""
+    """The numbers in an order drawn from torch's generator; without a state, so that a resumed run reads again."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(ROWS).tolist())
@@ -67,6 +67,16 @@ def open_hugging_face(folder: Path) -> Any:
     import datasets
 
     return datasets.load_from_disk(folder).with_format("torch")
+
+
+def write_arrow(folder: Path) -> None:
+    import pyarrow
+
+    for part in range(3):
+        table = pyarrow.table({"number": [*range(ROWS)[part * 20 : part * 20 + 20]]})
+        make = pyarrow.ipc.new_stream if part == 1 else pyarrow.ipc.new_file
+        with make(folder / f"{part}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
 
 
 def write_lines(folder: Path) -> None:
@@ -104,6 +114,9 @@ def write_by_library(name: str) -> Callable[[Path], None]:
 
 KINDS = {
     "drawn": Kind(lambda folder: None, lambda folder: Drawn(), int, True),
+    "arrow": Kind(
+        write_arrow, lambda folder: paceline.data.ArrowRows(folder / "*.arrow"), lambda row: int(row["number"])
+    ),
     "hugging face": Kind(write_hugging_face, open_hugging_face, lambda row: int(row["number"])),
     "hugging face streaming": Kind(write_parquet, streamed, lambda row: row["number"], True),
     "hugging face shuffled": Kind(

@@ -1,4 +1,4 @@
-"""Iterable datasets continue from a position exactly as if they had never been interrupted, or else say that they cannot."""
+"""Iterable datasets continue from a position exactly as if they had not been interrupted, or say that they cannot."""
 
 from __future__ import annotations
 

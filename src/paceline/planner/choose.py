@@ -247,8 +247,13 @@ class Answer:
 
     def as_data(self) -> dict[str, Any]:
         """Returns all plans as JSON data, the best one first."""
-        plans = [one.as_data() for one in self.prospects]
-        return {"best": None if self.best is None else self.best.as_data(), "plans": plans, "refused": self.refused}
+        best, first = self.best, None if self.base is None else Plan.parse(self.base.plan)
+        return {
+            "best": None if best is None else best.as_data(),
+            "first": None if first is None else words_of(first),
+            "plans": [one.as_data() for one in self.prospects],
+            "refused": self.refused,
+        }
 
     def table(self, shown: int) -> str:
         """Returns the plans as a table, with at most `shown` of those that were not tried."""

@@ -63,7 +63,7 @@ class Step:
     scale: float = 1.0
     generation: int = -1  # in which it was computed last
     digest: float | None = None  # of the weights before it, where they are compared
-    ahead: Migration.Stream | None = None  # what newcomers hear of it
+    ahead: Migration.StateStream | None = None  # what newcomers hear of it
     batch: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: StepOptions = field(default_factory=partial(StepOptions, 0, 1.0, 0))

@@ -1,0 +1,169 @@
+"""Whether plans that `paceline plan` says to fit stay within a worker's memory, and others do not.
+
+    python benchmarks/planner_memory.py [--fit 20] [--not 10] [--steps 6] [--record FILE]
+
+A situation is a model, a number of workers and a limit of a worker's memory; as root. `paceline plan --memory LIMIT`
+predicts all plans and tries some. Then plans are run in which each worker is in a memory cgroup of this limit: one that
+is said to fit must never be killed, and one that is said not to fit, when it is run all the same, should fail. Of the
+plans that fit, the one that is said to need most is run; of those that do not, the one that is said to need least above
+`BEYOND` times the limit: nobody claims to know memory better than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turns import record
+
+GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; of version 2 below
+BEYOND = 1.1
+KILLED = 137
+LIMITS = 1.02, 1.2  # of a worker's memory, relative to what a plan is said to need
+# Models by the width of their layers, their number, and the rows of a step; and plans at whose need limits are set.
+MODELS = ((1024, 12, 32), (512, 24, 512), (2048, 6, 32), (1024, 20, 256), (256, 16, 4096))
+AT = "data=2", "shard=2 zero=3"
+
+
+def train(width: int, depth: int, rows: int, steps: int) -> None:
+    """The script that is planned for. Each worker enters its cgroup first, if there is one."""
+    group = os.environ.get("PLANNER_MEMORY_GROUP")
+    if group is not None:
+        Path(f"{group}-{os.environ.get('PACELINE_RANK', '0')}", "cgroup.procs").write_text(str(os.getpid()))
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    import paceline
+
+    torch.manual_seed(0)
+    x = torch.randn(2 * rows, width, dtype=torch.float32)
+    trainer = paceline.Trainer(
+        model=lambda: nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]),
+        loss=lambda output, batch: F.mse_loss(output, batch[1]),
+        forward=lambda module, batch: module(batch[0]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        global_batch=rows,
+    )
+    for _ in trainer.steps(TensorDataset(x, x.roll(1, 1)), count=steps):
+        pass
+
+
+@contextmanager
+def groups(workers: int, limit: int) -> Iterator[str]:
+    """A memory cgroup for each worker, with this limit. Yields their common path."""
+    version_1 = (GROUPS / "memory.limit_in_bytes").exists()
+    base = (GROUPS if version_1 else GROUPS.parent) / f"paceline-{os.getpid()}"
+    paths = [Path(f"{base}-{rank}") for rank in range(workers)]
+    try:
+        for path in paths:
+            path.mkdir()
+            if version_1:
+                (path / "memory.move_charge_at_immigrate").write_text("3")  # what the process has already counts, too
+            (path / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(limit))
+        yield str(base)
+    finally:
+        for path in paths:
+            if path.exists():
+                path.rmdir()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A model, workers, and the memory that each of these may take."""
+
+    model: tuple[int, int, int]
+    workers: int
+
+    def script(self, steps: int) -> list[str]:
+        """The words that train the model."""
+        return [os.path.abspath(__file__), "--", "--train", *map(str, (*self.model, steps))]
+
+    def plan(self, *words: str) -> dict[str, dict[str, Any]]:
+        """The plans for all workers, from the answer of `paceline plan`, by their words."""
+        with tempfile.TemporaryDirectory() as cache:
+            command = [sys.executable, "-m", "paceline", "plan", "--workers", str(self.workers), "--json", *words]
+            env = {**environment(), "XDG_CACHE_HOME": cache}
+            done = subprocess.run(
+                [*command, *self.script(10_000)], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+            )
+        plans = json.loads(done.stdout)["plans"]
+        return {one["plan"]: one for one in plans if one["workers"] == self.workers and "server" not in one["plan"]}
+
+    def run(self, plan: str, limit: int, steps: int) -> int:
+        """The exit code of a run under a plan, each of whose workers may take `limit` bytes."""
+        with tempfile.TemporaryDirectory() as folder, groups(self.workers, limit) as group:
+            words = ["run", "--workers", str(self.workers), "--plan", plan, "--run-dir", f"{folder}/run"]
+            command = [sys.executable, "-m", "paceline", *words, "--max-restarts", "0", "--quiet", *self.script(steps)]
+            done = subprocess.run(
+                command, env={**environment(), "PLANNER_MEMORY_GROUP": group}, stderr=subprocess.PIPE, text=True
+            )
+        return done.returncode
+
+
+def environment() -> dict[str, str]:
+    """Variables of all runs: workers that share no memory with a process from which they were forked."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PACELINE_COLD_START": "1"}
+
+
+def situations() -> Iterator[tuple[Situation, str, float]]:
+    """Situations, each with the plan at whose need the limit is set, and how far beyond."""
+    for times in LIMITS:
+        for model in MODELS:
+            for at in AT:
+                yield Situation(model, 2), at, times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", type=int, default=20)
+    parser.add_argument("--not", dest="beyond", type=int, default=10)
+    parser.add_argument("--try", dest="tries", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--train", type=int, nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        train(*args.train)
+        return
+    fit, beyond, needs = list[dict[str, Any]](), list[dict[str, Any]](), dict[Situation, dict[str, Any]]()
+    for situation, at, times in situations():
+        if len(fit) >= args.fit:
+            break
+        if situation not in needs:
+            needs[situation] = situation.plan("--try", str(args.tries), "--steps", "2")
+        limit = int(times * needs[situation][at]["memory"] / 0.95)  # which `paceline plan` leaves free
+        plans = situation.plan("--try", str(args.tries), "--steps", "2", "--memory", str(limit))
+        fitting = [one for one in plans.values() if one["fits"]]
+        others = [one for one in plans.values() if one["memory"] > BEYOND * limit]
+        sides = [(fit, max(fitting, key=lambda one: one["memory"], default=None))]
+        sides += (
+            [(beyond, min(others, key=lambda one: one["memory"], default=None))] if len(beyond) < args.beyond else []
+        )
+        for side, one in sides:
+            if one is None:
+                continue
+            code = situation.run(one["plan"], limit, args.steps)
+            side.append(
+                {"model": situation.model, "limit": limit, "plan": one["plan"], "memory": one["memory"], "code": code}
+            )
+            said = "fits" if side is fit else "does not fit"
+            print(f"{situation.model} in {limit / 1e6:.0f} MB: {one['plan']} {said}, ended with {code}", flush=True)
+            if args.record:
+                record(args.record, fit=fit, beyond=beyond)
+    killed, failed = sum(one["code"] != 0 for one in fit), sum(one["code"] != 0 for one in beyond)
+    print(f"of {len(fit)} plans that are said to fit, {killed} failed; of {len(beyond)} that are not, {failed}")
+
+
+if __name__ == "__main__":
+    main()
