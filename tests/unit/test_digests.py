@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -34,16 +35,20 @@ def test_any_flipped_bit_changes_the_digest(dtype: torch.dtype, size: int, seed:
 
 
 def test_flipped_bit_beyond_the_first_chunk_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_CHUNK", 16)
-    digests._factors.cache_clear()
-    values = torch.randn(100, dtype=torch.float32)
-    seen = {checksum(values)}
-    for element in range(100):
-        changed = values.clone()
-        changed[element : element + 1].view(torch.int32).bitwise_xor_(1 << 30)
-        seen.add(checksum(changed))
-    assert len(seen) == 101
-    digests._factors.cache_clear()
+    """In two chunks whose lines and columns are summed, and in a third one that is not full."""
+    monkeypatch.setattr(digests, "_LINES", 3)
+    monkeypatch.setattr(digests, "_COLUMNS", 5)
+    monkeypatch.setattr(digests, "_CHUNK", 15)
+    values = torch.randn(40, dtype=torch.float32)
+    before = checksum(values)
+    assert checksum(-values) != before
+    pairs = list(itertools.combinations(range(40), 2))
+    for elements in [*((element,) for element in range(40)), *pairs]:
+        for bit in (0, 30, 31):
+            changed = values.clone()
+            for element in elements:
+                changed[element : element + 1].view(torch.int32).bitwise_xor_(1 << bit if bit < 31 else -(1 << 31))
+            assert checksum(changed) != before, (elements, bit)
 
 
 def test_transposed_memory_is_flipped_where_it_lies() -> None:

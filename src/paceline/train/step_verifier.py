@@ -267,14 +267,14 @@ class StepCheck:
         return False
 
     def _compare_digests(self) -> list[Any]:
-        """Returns, by rank: digests of the worker's own share and of the other one, and of the gradients that the
-        update will use, the faults of sums, and whether a share was not computed completely.
+        """Returns, by rank: digests of the worker's own share and of the other one, and of the gradients of the update
+        where the sums are not these; the faults of sums; and whether a share was not computed completely.
         """
         replica, faults, gradients = self.context.replica, list[list[Any]](), 0
         if self._reducer is not None:
             self._reducer.confirm()
             faults = [[kind, worker, self._name_of(bucket)] for kind, worker, bucket in self._reducer.faults]
-        if self._mesh.data > 1:
+        if self._mesh.data > 1 and (self._reducer is None or replica.grad_buffers.exact is not None):
             gradients = combined(map(checksum, replica.grad_buffers.sums))
         local, other = self._records
         self.context.group.declare(f"{self.step.name}, compared", check=False, kind="verification")
