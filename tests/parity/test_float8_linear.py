@@ -25,7 +25,8 @@ from paceline.compute.float8_linear import use_float8
 from paceline.errors import UsageError
 
 # transformers imports torchao wherever it is installed, which takes seconds and prints warnings on a CPU.
-NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="no torchao here: pip install --no-deps torchao")
+LACKING = "no torchao here: pip install --no-deps torchao"
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason=LACKING)
 STEPS, BATCH, MICRO = 6, 24, 4
 WARM = {"WARM_WITH": "torchao.float8"}
 EMULATED = """
