@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from paceline.compute import float8_linear
 from paceline.compute.float8_linear import use_float8
 from paceline.errors import UsageError
 
+# transformers imports torchao wherever it is installed, which takes seconds and prints warnings on a CPU.
+LACKING = "no torchao here: pip install --no-deps torchao"
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason=LACKING)
 STEPS, BATCH, MICRO = 6, 24, 4
 WARM = {"WARM_WITH": "torchao.float8"}
 EMULATED = """
@@ -133,6 +137,7 @@ PLANS = [
 ]
 
 
+@NEEDS_TORCHAO
 @pytest.mark.parametrize(
     ("workers", "words"),
     [(2, "data=2"), *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS)],
@@ -149,6 +154,7 @@ def test_emulated_layers_train_as_torchao_by_hand(workers: int, words: str, tmp_
     assert f"6 linear layers compute in 8 bits; in bfloat16: {stays}" in decisions
 
 
+@NEEDS_TORCHAO
 @pytest.mark.slow
 def test_exact_sums_give_the_bytes_of_one_worker(tmp_path: Path) -> None:
     weights = []
@@ -160,6 +166,7 @@ def test_exact_sums_give_the_bytes_of_one_worker(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], three[name]) for name in one)
 
 
+@NEEDS_TORCHAO
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("precision=fp8", "precision=bf16 shard=2"), ("", "precision=fp8")])
 def test_resume_with_and_without_8_bits(before: str, after: str, tmp_path: Path) -> None:
@@ -170,6 +177,7 @@ def test_resume_with_and_without_8_bits(before: str, after: str, tmp_path: Path)
     assert apart(found, by_hand(steps)) <= 1e-12
 
 
+@NEEDS_TORCHAO
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["compile", "compile shard=2 zero=3"])
 def test_compiled_layers_train_as_uncompiled_ones(words: str, tmp_path: Path) -> None:
@@ -194,6 +202,7 @@ def block() -> nn.Module:
     return built(MADE["Block"])
 
 
+@NEEDS_TORCHAO
 @pytest.mark.usefixtures("emulated")
 def test_a_layer_without_tokens_has_zero_gradients() -> None:
     model = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 2)])
@@ -205,6 +214,7 @@ def test_a_layer_without_tokens_has_zero_gradients() -> None:
     assert not model[0].weight.grad.any()
 
 
+@NEEDS_TORCHAO
 @pytest.mark.usefixtures("emulated")
 def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2))
@@ -217,6 +227,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
     assert torch.equal(model(x), before)
 
 
+@NEEDS_TORCHAO
 @pytest.mark.usefixtures("emulated")
 def test_models_without_layers_for_8_bits_are_refused() -> None:
     what = "ModuleList has no linear layer that precision=fp8 could compute in 8 bits: in repeated blocks, with sizes "
@@ -256,6 +267,7 @@ def test_a_host_without_gpu_is_refused_before_workers_start(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+@NEEDS_TORCHAO
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", ["", "compile"])
 def test_cuda_layers_train_as_torchao_by_hand(words: str, tmp_path: Path) -> None:
