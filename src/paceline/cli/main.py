@@ -608,7 +608,7 @@ def _pods(option: Callable[..., Any]) -> None:
     text = "taint of nodes that the pods tolerate, like nvidia.com/gpu:NoSchedule; repeatable"
     option("--toleration", dest="tolerations", metavar="TAINT", help=text, **many)
     option("--priority-class", metavar="NAME", help="PriorityClass of the pods")
-    text = "Secret with which the image is pulled; repeatable"
+    text = "Secret for pulling the image; repeatable"
     option("--pull-secret", dest="pull_secrets", metavar="NAME", help=text, **many)
     text = "another volume, like pvc:data:/data:ro, hostPath:/a:/a, emptyDir:10Gi:/cache; repeatable"
     option("--volume", dest="volumes", metavar="KIND:SOURCE:PATH[:ro]", help=text, **many)
