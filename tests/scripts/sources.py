@@ -69,6 +69,16 @@ def open_hugging_face(folder: Path) -> Any:
     return datasets.load_from_disk(folder).with_format("torch")
 
 
+def write_arrow(folder: Path) -> None:
+    import pyarrow
+
+    for part in range(3):
+        table = pyarrow.table({"number": [*range(ROWS)[part * 20 : part * 20 + 20]]})
+        make = pyarrow.ipc.new_stream if part == 1 else pyarrow.ipc.new_file
+        with make(folder / f"{part}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+
+
 def write_lines(folder: Path) -> None:
     for part in range(2):
         lines = (f'{{"number": {number}}}\n' for number in range(ROWS)[part * 30 : part * 30 + 30])
@@ -104,6 +114,9 @@ def write_by_library(name: str) -> Callable[[Path], None]:
 
 KINDS = {
     "drawn": Kind(lambda folder: None, lambda folder: Drawn(), int, True),
+    "arrow": Kind(
+        write_arrow, lambda folder: paceline.data.ArrowRows(folder / "*.arrow"), lambda row: int(row["number"])
+    ),
     "hugging face": Kind(write_hugging_face, open_hugging_face, lambda row: int(row["number"])),
     "hugging face streaming": Kind(write_parquet, streamed, lambda row: row["number"], True),
     "hugging face shuffled": Kind(

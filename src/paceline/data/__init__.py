@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.arrow import ArrowRows as ArrowRows
+    from paceline.data.arrow import LanceRows as LanceRows
     from paceline.data.image_folder import ImageFolder as ImageFolder
     from paceline.data.json_lines import JsonLines as JsonLines
     from paceline.data.litdata import LitDataRows as LitDataRows
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
 # Where they are: they are imported when first used, as numpy takes its time.
 _MODULES = {
+    "ArrowRows": "arrow",
     "ClassBalancedOrder": "sampling",
     "ImageFolder": "image_folder",
     "JsonLines": "json_lines",
+    "LanceRows": "arrow",
     "LitDataRows": "litdata",
     "MDSRows": "mds",
     "Mix": "mixing",
@@ -39,9 +43,11 @@ _MODULES = {
     "mix": "mixing",
 }
 __all__ = [
+    "ArrowRows",
     "ClassBalancedOrder",
     "ImageFolder",
     "JsonLines",
+    "LanceRows",
     "LitDataRows",
     "MDSRows",
     "Mix",

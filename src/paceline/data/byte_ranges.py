@@ -228,6 +228,11 @@ class RemoteFiles:
         with _reading(pattern, self._cure):
             return sorted(self._opened().glob(self.root(pattern) if pattern == self.url else self._path_of(pattern)))
 
+    def open(self, path: str) -> Any:
+        """The file, open for reading."""
+        with _reading(path, self._cure):
+            return self._opened().open(path, "rb")
+
     def files_below(self, folder: str) -> list[str]:
         """The paths of all files in a folder and in the folders of it, in any order."""
         with _reading(folder, self._cure):

@@ -71,7 +71,7 @@ class ParquetRows(GroupedRows):
         if path not in files:
             files[path] = parquet.ParquetFile(path, filesystem=self._store)
         table = files[path].read_row_group(group, columns=self._columns, use_threads=False).combine_chunks()
-        return table.nbytes, {name: _values(table[name]) for name in table.column_names}
+        return table.nbytes, {name: values_of(table[name]) for name in table.column_names}
 
 
 class _Lists:
@@ -85,8 +85,8 @@ class _Lists:
         return self._numbers[self._starts[row] : self._starts[row + 1]].copy()
 
 
-def _values(column: Any) -> Any:
-    """The values of a column, as a sequence."""
+def values_of(column: Any) -> Any:
+    """Returns the values of a column of one chunk, as a sequence."""
     from pyarrow import types
 
     array = column.chunk(0)

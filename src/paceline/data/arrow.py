@@ -1,0 +1,185 @@
+"""Datasets of rows in Arrow files, and in Lance datasets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from operator import index as as_index
+from typing import Any
+
+from paceline.data.byte_ranges import LocalFiles, RemoteFiles, find_files, names_of
+from paceline.data.parquet import values_of
+from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
+from paceline.data.row_index import row_begins
+from paceline.errors import DatasetError, UsageError, first_line
+
+_MISSING = "pass Arrow files, or a pattern like folder/*.arrow"
+Store = LocalFiles | RemoteFiles
+
+
+class ArrowRows(GroupedRows):
+    """All rows of Arrow files, in the order of the files: each a dict from a column to its value.
+
+    Values are those of `ParquetRows`. `files`: a path or URL that fsspec knows (``s3://...``, which gets
+    `storage_options`), which may be a pattern (``folder/*.arrow``), or a list of these. Files have Arrow's file format
+    or, on a disk, its stream format, in which Hugging Face's datasets are stored. `columns`: which to read (default:
+    all).
+
+    The first time that a file is opened, its index is made: how many rows each record batch has. This reads a file at a
+    URL completely. The index is kept as that of `WebDatasetRows`, also in `index`. A row then reads its record batch,
+    of which as many stay in memory as `cache` bytes hold. May be pickled and forked.
+
+    Raises UsageError without pyarrow and for a stream at a URL, DatasetError where there is no such file, column or
+    row, and for a file that is not an Arrow file.
+    """
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        columns: Sequence[str] | None = None,
+        cache: int = CACHE,
+        index: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import pyarrow  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise UsageError("Arrow files need pyarrow", "pip install 'paceline[parquet]'") from error
+        self._columns = None if columns is None else list(columns)
+        self._files = find_files(files, storage_options, _MISSING)
+        begins = row_begins(self._files, "arrow", _batch_begins, None if index is None else os.fspath(index))
+        self._groups = [
+            (file, batch)
+            for file, starts in enumerate(begins)
+            for batch in range(len(starts) - 1)
+            if starts[batch] < starts[batch + 1]
+        ]
+        sizes = [int(begins[file][batch + 1] - begins[file][batch]) for file, batch in self._groups]
+        if not sizes:
+            raise DatasetError(f"{names_of(files)} has no rows", _MISSING)
+        self._rows = RowGroups(sizes, cache, "ArrowRows")
+        self._open: tuple[int, dict[int, Callable[[int], Any]]] = (0, {})  # (process id, {file: what reads a batch})
+        names = self._batches(self._groups[0][0])(self._groups[0][1]).schema.names
+        if missing := [name for name in self._columns or () if name not in names]:
+            raise DatasetError(f"{names_of(files)} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": (0, {})}
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        group, at = self._rows.locate(row)
+        return {name: column[at] for name, column in self._rows.take(group, self._read).items()}
+
+    def _batches(self, file: int) -> Callable[[int], Any]:
+        if self._open[0] != os.getpid():  # a fork shares no open file
+            self._open = (os.getpid(), {})
+        readers = self._open[1]
+        if file not in readers:
+            readers[file] = _reader(*self._files[file])[1]
+        return readers[file]
+
+    def _read(self, number: int) -> tuple[int, dict[str, Any]]:
+        import pyarrow
+
+        file, batch = self._groups[number]
+        table = pyarrow.Table.from_batches([self._batches(file)(batch)])
+        table = table.select(self._columns) if self._columns is not None else table
+        return table.nbytes, {name: values_of(table[name]) for name in table.column_names}
+
+
+def _reader(store: Store, path: str) -> tuple[int, Callable[[int], Any]]:
+    """Returns how many record batches a file has, and a function that reads one. Raises DatasetError and UsageError."""
+    import pyarrow
+
+    try:
+        source = (
+            pyarrow.memory_map(path) if isinstance(store, LocalFiles) else pyarrow.PythonFile(store.open(path), "r")
+        )
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = pyarrow.ipc.open_file(source)
+            return reader.num_record_batches, reader.get_batch
+        if not isinstance(store, LocalFiles):
+            what = f"{path} is an Arrow stream, of which a row cannot be read without those before it"
+            raise UsageError(what, "copy it to this machine, or write it with pyarrow.ipc.new_file")
+        batches = list(pyarrow.ipc.open_stream(source))  # views of the mapped file
+        return len(batches), batches.__getitem__
+    except FileNotFoundError:
+        raise DatasetError(f"{path} does not exist", _MISSING) from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DatasetError(f"{path} is not an Arrow file ({first_line(error)})", "write or copy it again") from error
+
+
+def _batch_begins(store: Store, path: str, _: int) -> list[int]:
+    """Returns how many rows come before each record batch of a file and, last, how many there are."""
+    count, read = _reader(store, path)
+    begins = [0]
+    for number in range(count):
+        begins.append(begins[-1] + read(number).num_rows)
+    return begins
+
+
+class LanceRows:
+    """All rows of a Lance dataset, in its order: each a dict from a column to its value, as in `ParquetRows`.
+
+    `url` is a path or URL that lance knows, which gets `storage_options`. `columns`: which to read (default: all). The
+    rows are those of the version that is the newest when the dataset is opened. The rows of a micro-batch are read with
+    one call. May be pickled and forked.
+
+    Raises UsageError without lance, DatasetError where there is no such dataset, column or row.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        columns: Sequence[str] | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self._url, self._columns = os.fspath(url), None if columns is None else list(columns)
+        self._options = None if storage_options is None else dict(storage_options)
+        self._version: int | None = None
+        self._count = 0
+        self._opened: tuple[int, Any] = (0, None)  # (process id, dataset): lance's threads do not survive a fork
+        dataset = self._dataset()
+        self._version, self._count = int(dataset.version), int(dataset.count_rows())
+        names = dataset.schema.names
+        if missing := [name for name in self._columns or () if name not in names]:
+            raise DatasetError(f"{self._url} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
+        if not self._count:
+            raise DatasetError(f"{self._url} has no rows", "pass a dataset that lance.write_dataset wrote")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": (0, None)}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows, in the order asked for. Raises IndexError."""
+        numbers = [as_index(row) + (len(self) if row < 0 else 0) for row in rows]
+        for row, number in zip(rows, numbers, strict=True):
+            if not 0 <= number < len(self):
+                raise IndexError(f"row {row} of {len(self)}")
+        if not numbers:
+            return []
+        table = self._dataset().take(numbers, columns=self._columns).combine_chunks()
+        columns = {name: values_of(table[name]) for name in table.column_names}
+        return [{name: column[at] for name, column in columns.items()} for at in range(len(numbers))]
+
+    def _dataset(self) -> Any:
+        if self._opened[0] != os.getpid():
+            try:
+                import lance
+            except ModuleNotFoundError as error:
+                raise UsageError("Lance datasets need lance", "pip install 'paceline[lance]'") from error
+            try:
+                dataset = lance.dataset(self._url, version=self._version, storage_options=self._options)
+            except (OSError, ValueError) as error:
+                what = f"{self._url} cannot be read ({first_line(error)})"
+                raise DatasetError(what, "check its path and permissions") from error
+            self._opened = os.getpid(), dataset
+        return self._opened[1]
