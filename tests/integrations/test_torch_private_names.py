@@ -202,7 +202,9 @@ def suspects() -> Modules:
 
 
 def test_private_names_of_torch_are_all_listed() -> None:
-    assert list(unlisted_names_of_torch(suspects(), NAMES)) == []
+    of_datasets = "_ex_iterable"  # of Hugging Face's datasets: how one of its streams reads
+    unlisted = [one for one in unlisted_names_of_torch(suspects(), NAMES) if f": {of_datasets} " not in one]
+    assert unlisted == []
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,10 @@ def test_one_worker_trains_as_a_loop_by_hand(tmp_path: Path) -> None:
     assert states.keys() == {*names}
     for name, param in hand.model.named_parameters():
         for key, state in hand.optimizer.state[param].items():
-            torch.testing.assert_close(states[name][key], state, rtol=0.04, atol=1e-6)
+            # A value between two codes may be rounded to either.
+            near_ones = torch.isclose(states[name][key], state, rtol=0.04, atol=1e-6)
+            assert near_ones.double().mean() > 0.999
+            torch.testing.assert_close(states[name][key], state, rtol=0.1, atol=1e-6)
             assert states[name][key].dtype == torch.float32
 
 

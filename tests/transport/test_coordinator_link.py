@@ -25,6 +25,7 @@ GIVEN = (
     "tensorboard",
     "log_to",
     "heal",
+    "config",
     "verify_steps",
 )
 RUN = {

@@ -138,7 +138,7 @@ def test_model_with_gradient_hooks_is_built_in_full() -> None:
 
     device = torch.device("cpu")
     model, fields = build_model(hooked, device, RngState(device), 0, Plan.parse("pipeline=2"))
-    assert fields.keys() == {"decisions", "skeleton"}
+    assert fields.keys() == {"decisions", "skeleton", "trains"}
     assert fields["decisions"] == [("the complete model is built on each worker", "weight has a gradient hook")]
     assert model.weight._backward_hooks
 

@@ -17,7 +17,8 @@ At = tuple[str, Port, str]  # address, port and secret at which a host listens f
 Secret = Annotated[str, Meta(pattern=r"^[!-~]+\Z")]
 _BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
 _HINTS = get_type_hints(LaunchOptions)
-OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "on_listening", "workers")}
+_LOCAL = "kept", "token", "on_listening", "workers", "chosen"  # options that no host gets from another one
+OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in _LOCAL}
 
 # ---- from a launcher to a host
 
