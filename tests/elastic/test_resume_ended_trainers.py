@@ -14,12 +14,12 @@ import pytest
 import torch
 from alone import happened, trainer
 from cases import rows
+from closed_in_turns import EPOCHS, FOLDS, distance, fold, loss, net, optimizer
+from closed_in_turns import rows as all_rows
 from launching import SCRIPTS, paceline
 from oracle import apart
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LinearLR
-from turns import EPOCHS, FOLDS, distance, fold, loss, net, optimizer
-from turns import rows as all_rows
 
 from paceline.checkpoint.files import find_checkpoint
 from paceline.checkpoint.storage import storage_at
@@ -31,7 +31,7 @@ def data() -> list[Any]:
 
 
 def expected() -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
-    """The figures of scripts/turns.py and the weights, in plain PyTorch."""
+    """The figures of scripts/closed_in_turns.py and the weights, in plain PyTorch."""
     distances, errors, weights = [], [], []
     for number in range(FOLDS):
         model = net()
@@ -50,7 +50,17 @@ def expected() -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]
 
 
 def run_script(folder: Path, how: str, workers: int, *options: str, code: int = 0, **env: str) -> None:
-    command = ("run", "--workers", str(workers), "--run-dir", "run", *options, SCRIPTS / "turns.py", how, "out.json")
+    command = (
+        "run",
+        "--workers",
+        str(workers),
+        "--run-dir",
+        "run",
+        *options,
+        SCRIPTS / "closed_in_turns.py",
+        how,
+        "out.json",
+    )
     paceline(*command, cwd=folder, code=code, **env)
 
 
@@ -83,7 +93,7 @@ def test_resumed_script_finds_the_last_weights_of_trainers_that_have_ended(how, 
 def test_resumed_run_cannot_train_a_trainer_that_has_ended(golden, tmp_path):
     run_script(tmp_path, "close", 1, "--steps", "6")
     last = tmp_path / "run" / "checkpoints" / "trainer-0"
-    command = ("run", "--workers", "1", "--run-dir", "run", SCRIPTS / "turns.py", "close", "out.json")
+    command = ("run", "--workers", "1", "--run-dir", "run", SCRIPTS / "closed_in_turns.py", "close", "out.json")
     (line,) = re.findall(r"^ *(UsageError: .*)$", paceline(*command, cwd=tmp_path, code=2, MORE="1").stderr, re.M)
     golden("more steps of a trainer that has ended", line)
     shutil.rmtree(last)

@@ -71,7 +71,7 @@ def test_arrow_files_of_a_server(folder: Path, tmp_path: Path) -> None:
         assert [int(rows[n]["number"]) for n in (39, 0)] == [39, 0]
         with pytest.raises(UsageError) as refused:
             ArrowRows(f"{url}/2.arrow", index=tmp_path / "indexes")
-    what = f"{url}/2.arrow is an Arrow stream, of which a row cannot be read without those before it"
+    what = f"{url}/2.arrow is an Arrow stream, whose rows can only be read from the first one on"
     assert str(refused.value) == f"{what}; copy it to this machine, or write it with pyarrow.ipc.new_file"
 
 

@@ -101,7 +101,7 @@ def _reader(store: Store, path: str) -> tuple[int, Callable[[int], Any]]:
             reader = pyarrow.ipc.open_file(source)
             return reader.num_record_batches, reader.get_batch
         if not isinstance(store, LocalFiles):
-            what = f"{path} is an Arrow stream, of which a row cannot be read without those before it"
+            what = f"{path} is an Arrow stream, whose rows can only be read from the first one on"
             raise UsageError(what, "copy it to this machine, or write it with pyarrow.ipc.new_file")
         batches = list(pyarrow.ipc.open_stream(source))  # views of the mapped file
         return len(batches), batches.__getitem__
