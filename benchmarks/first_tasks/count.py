@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.append(str(HERE.parent))
 from turns import record  # noqa: E402
 
 LIBRARIES = "paceline", "hf_trainer", "lightning", "accelerate"

@@ -58,8 +58,13 @@ def test_second_computation_leaves_no_trace(model: Any, plan: str, run: Run) -> 
             made.state["samples"] = made.state.get("samples", 0) + report.samples
         results.append((weights(made), made.state["samples"], report.loss, getattr(made.model, "calls", None)))
     (plain, *rest), (verified, *other) = results
-    assert all(torch.equal(value, verified[name]) for name, value in plain.items())
-    assert rest == other
+    # Without `exact`, rounding follows how many micro-batches are merged, which depends on measured times.
+    bound = 0.0 if "exact" in plan else 1e-5
+    for name, value in plain.items():
+        torch.testing.assert_close(verified[name], value, rtol=bound, atol=bound)
+    (samples, loss, calls), (other_samples, other_loss, other_calls) = rest, other
+    assert (samples, calls is None or "exact" not in plan or calls == other_calls) == (other_samples, True)
+    assert abs(loss - other_loss) <= bound
     steps = happened(run, "verified")
     assert len(steps) == 6
     assert all(step["attempts"] == 1 for step in steps)
