@@ -12,13 +12,13 @@ plain     torch.compile(model), torch.autocast(bfloat16), rows copied ahead from
 ddp       the same in DistributedDataParallel, over NCCL
 trainer   `paceline run --plan "precision=bf16 compile"`
 
-The first part is of one GPU, the last, without the plain loop, of all GPUs of the machine; where there is one, it is
-skipped, which is said. The part between them, `fp8`, is of one GPU: the plain loop converts the blocks' linear layers
-with torchao, and the plan is "precision=fp8 compile". It fails if the plan takes 2 % longer than that, and is skipped
-where the GPU or the installation lacks 8-bit products. `--batch` is the rows of a worker, unless it is said what the
-memory holds of all sides together. A part that fails is tried once more with half of that. After `--minutes` in all
-whatever is under way is ended, and the record has what was measured until then; the exit code is 1 unless all parts
-were.
+The first part uses one GPU. The second one, `fp8`, does so, too: the plain loop converts the blocks' linear layers with
+torchao, and the plan is "precision=fp8 compile". It fails if the plan takes more than 2 % longer than the plain loop,
+and is skipped where the GPU or the installation lacks 8-bit products. The last part, without the plain loop, uses all
+GPUs of the machine; where there is one, it is skipped, which a line says. `--batch` is the rows of a worker; without it
+they are as many as the memory holds for all sides together. A part that fails is tried once more with half as many.
+After `--minutes` in all, the part under way is ended, and the record has what was measured until then. The exit code is
+1 unless all parts were measured.
 
 A token takes 6 N + 12 L W T operations for N parameters, L layers of width W and sequences of T tokens (PaLM, arXiv
 2204.02311, appendix B); the utilisation is what that makes a second beside the dense bfloat16 peak that the GPU's maker

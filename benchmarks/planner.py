@@ -3,13 +3,20 @@
     python benchmarks/planner.py [--models mlp gpt words] [--workers 2 3 4] [--slow 2 4] [--links 50 200 1000]
         [--try 6] [--steps 5] [--minutes 40] [--record FILE]
 
-A situation is a model with so many workers on this machine (`--workers`), with so many of which one is slow (`--slow`:
-its forwards take four times as long), or with one worker on each of two hosts, between which there is a link of so many
-Mbit/s (`--links`: network namespaces, as root). The default are 24 situations. For each, `paceline plan --try K --json`
-predicts all plans and tries the K that it predicts to be fastest and fit, those that are close to the best one twice.
-Shown are the errors of the predicted seconds of a step and of the process's peak memory (but for the first trial, by
-which the others are corrected), and how much slower the first choice, and the best of the first three, are than the
-best plan tried. Predictions are not corrected by earlier ones: each situation has a history of its own.
+A situation is a model together with a team of workers. There are three kinds of teams:
+
+- `--workers`: this many workers on this machine;
+- `--slow`: this many workers on this machine, and the forwards of one of them take four times as long;
+- `--links`: one worker on each of two hosts, with a link of this many Mbit/s between them (network namespaces, so it
+  must run as root).
+
+By default there are 24 situations. In each, `paceline plan --try K --json` predicts all plans. It tries the K plans
+that it expects to fit and to be fastest, and tries a second time those that came close to the best.
+
+The output shows the errors of the predicted step seconds and of the predicted peak memory of the process. The first
+trial is left out of these, since all other predictions are corrected by it. The output also shows how much slower the
+first choice is than the best plan tried, and how much slower the best of the first three is. Each situation has a
+history of its own, so earlier predictions correct nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Whether plans that `paceline plan` says to fit stay within a worker's memory, and others do not.
+"""Whether plans stay within a worker's memory if `paceline plan` says that they fit, and exceed it if not.
 
     python benchmarks/planner_memory.py [--fit 20] [--not 10] [--steps 6] [--record FILE]
 
-A situation is a model, a number of workers and a limit of a worker's memory; as root. `paceline plan --memory LIMIT`
-predicts all plans and tries some. Then plans are run in which each worker is in a memory cgroup of this limit: one that
-is said to fit must never be killed, and one that is said not to fit, when it is run all the same, should fail. Of the
-plans that fit, the one that is said to need most is run; of those that do not, the one that is said to need least above
-`BEYOND` times the limit: nobody claims to know memory better than that.
+It must run as root. A situation is a model, a number of workers, and a limit on the memory of each worker. `paceline
+plan --memory LIMIT` predicts all plans and tries some of them. Then two plans are run with each worker in a memory
+cgroup that has this limit:
+
+- the plan that needs most memory among those predicted to fit: none of its workers may be killed;
+- the plan that needs least among those predicted to need more than `BEYOND` times the limit: it should fail.
+
+Plans between the limit and `BEYOND` times the limit are not run, because predictions are not that exact.
 """
 
 from __future__ import annotations

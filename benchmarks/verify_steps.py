@@ -4,12 +4,12 @@
 
 Without the name of a part all three are run, each with three workers.
 
-- flips: for each kind of flip, runs of which every step is verified, until so many flips were found. In each step one
-  bit flips on a drawn worker. A flip counts as harmless if it was not found and the weights at the end have the bytes
-  of the undisturbed run: for example that of an activation which a ReLU sets to zero. Workers that were wrong twice
-  stay in these runs, so that they can be wrong a hundred times.
-- alarms: so many verified steps without flips; once with equal workers, once with workers that use other instructions
-  (ATEN_CPU_CAPABILITY).
+- flips: runs in which every step is verified and one bit flips in each step, on a worker that is drawn at random. For
+  each kind of flip, they go on until `--flips` flips have been found. A flip counts as harmless if it was not found and
+  the final weights have the same bytes as without flips, for example if a ReLU sets the changed activation to zero. A
+  worker that was wrong twice would leave a run; here it stays, so that there can be a hundred flips.
+- alarms: `--steps` verified steps without flips, once with equal workers, and once with workers that use different
+  instructions (ATEN_CPU_CAPABILITY).
 - cost: an MLP is trained with `--verify-steps 1%` and without, in turns; the ratio of the seconds per step, and the
   seconds that a verified step takes.
 """
