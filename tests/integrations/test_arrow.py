@@ -5,12 +5,10 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from test_parquet import COUNT, table
+from column_tables import COUNT, check_rows, table
 from token_folders import served
 from torch.utils.data import DataLoader
 
@@ -33,22 +31,8 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def check(rows: Any) -> None:
-    """The rows that test_parquet.py writes."""
-    assert len(rows) == COUNT
-    for n in (0, 39, 40, COUNT - 1, 16, 17):
-        row = rows[n]
-        assert (row["number"], row["ok"], row["text"]) == (n, n % 2 == 0, f"row {n}")
-        assert row["maybe"] == (n if n % 5 else None)
-        np.testing.assert_array_equal(row["x"], np.float32([n / 2, n / 4, -n]))
-        np.testing.assert_array_equal(row["ragged"], np.arange(n % 3))
-    assert rows[-1]["number"] == COUNT - 1
-    with pytest.raises(IndexError, match="row 103 of 103"):
-        rows[COUNT]
-
-
 def test_arrow_rows_are_those_that_were_written(folder: Path) -> None:
-    check(ArrowRows(folder / "*.arrow"))
+    check_rows(ArrowRows(folder / "*.arrow"))
     assert sorted(path.name for path in (folder / BESIDE).iterdir()) == [f"{part}.arrow.index" for part in range(3)]
     rows = ArrowRows(folder / "*.arrow", columns=["number"], cache=1)
     assert pickle.loads(pickle.dumps(rows))[99] == {"number": 99}
@@ -100,8 +84,8 @@ def test_lance_rows_are_those_that_were_written(tmp_path: Path) -> None:
     lance.write_dataset(table(0, COUNT), tmp_path / "rows.lance", max_rows_per_file=40)
     rows = LanceRows(tmp_path / "rows.lance")
     lance.write_dataset(table(500, 7), tmp_path / "rows.lance", mode="overwrite")
-    check(rows)
-    check(pickle.loads(pickle.dumps(rows)))
+    check_rows(rows)
+    check_rows(pickle.loads(pickle.dumps(rows)))
     assert [int(row["number"]) for row in rows.__getitems__([77, 3, 77])] == [77, 3, 77]
     assert LanceRows(tmp_path / "rows.lance", columns=["number"])[6] == {"number": 506}
     with pytest.raises(DatasetError, match=r"rows\.lance has no column y; it has maybe, number, ok, ragged, text, x$"):

@@ -7,31 +7,14 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
+from column_tables import COUNT, check_rows, table
 from pyarrow import parquet
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data import ParquetRows
 from paceline.errors import DatasetError, UsageError
-
-COUNT = 103
-
-
-def table(first: int, count: int) -> pa.Table:
-    numbers = range(first, first + count)
-    return pa.table(
-        {
-            "number": pa.array(numbers, pa.int32()),
-            "x": pa.array([[n / 2, n / 4, -n] for n in numbers], pa.list_(pa.float32())),
-            "ragged": pa.array([list(range(n % 3)) for n in numbers], pa.list_(pa.int64())),
-            "ok": pa.array([n % 2 == 0 for n in numbers]),
-            "text": [f"row {n}" for n in numbers],
-            "maybe": pa.array([n if n % 5 else None for n in numbers], pa.int64()),
-        }
-    )
 
 
 @pytest.fixture
@@ -47,17 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_parquet_rows_are_those_that_were_written(folder: Path) -> None:
-    rows = ParquetRows(folder)
-    assert len(rows) == COUNT
-    for n in (0, 39, 40, COUNT - 1, 16, 17):
-        row = rows[n]
-        assert (row["number"], row["ok"], row["text"]) == (n, n % 2 == 0, f"row {n}")
-        assert row["maybe"] == (n if n % 5 else None)
-        np.testing.assert_array_equal(row["x"], np.float32([n / 2, n / 4, -n]))
-        np.testing.assert_array_equal(row["ragged"], np.arange(n % 3))
-    assert rows[-1]["number"] == COUNT - 1
-    with pytest.raises(IndexError, match="row 103 of 103"):
-        rows[COUNT]
+    check_rows(ParquetRows(folder))
 
 
 def test_parquet_rows_collate_to_tensors(folder: Path) -> None:
