@@ -11,16 +11,15 @@ from paceline.train.step_verbs import (
     attempts,
     begin_step,
     complete,
+    end_step,
     examine,
     forward_backward,
     grad_norm,
     load_batch,
+    load_whole,
     must_repeat,
     open_attempt,
-    publish,
     reduce,
-    take_batch,
-    take_over,
     update,
 )
 from paceline.train.strategy import LockstepStrategy
@@ -45,18 +44,12 @@ def server_step(context: StepContext, batches: Batches) -> Step | None:
                 reduce(context, step)  # losses and counts, among workers
                 if not must_repeat(context, step):  # the same on all workers
                     break
-                if step.batch.fine and not context.shares.assignment.fine:
-                    take_batch(context, step, batches.load(0, context.shares.assignment))
+                load_whole(context, step, batches)
             examine(context, step)
             # The norm comes from the servers, once they have all pushes; the update tells them to apply the sums.
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)  # reads the new weights
-    if attempt.result is None:
-        return None
-    if attempt.taken is not None:
-        take_over(context, step, *attempt.taken[1])
-    publish(context, step)
-    return step
+    return end_step(context, step, attempt)
 
 
 def build_server_steps(context: StepContext) -> LockstepStrategy:

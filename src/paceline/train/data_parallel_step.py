@@ -14,16 +14,15 @@ from paceline.train.step_verbs import (
     attempts,
     begin_step,
     complete,
+    end_step,
     examine,
     forward_backward,
     grad_norm,
     load_batch,
+    load_whole,
     must_repeat,
     open_attempt,
-    publish,
     reduce,
-    take_batch,
-    take_over,
     update,
 )
 
@@ -47,14 +46,8 @@ def data_parallel_step(context: StepContext, batches: Batches) -> Step | None:
                 reduce(context, step)  # all gradients have arrived
                 if not must_repeat(context, step):  # the same on all workers
                     break
-                if step.batch.fine and not context.shares.assignment.fine:
-                    take_batch(context, step, batches.load(0, context.shares.assignment))
+                load_whole(context, step, batches)
             examine(context, step)
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)
-    if attempt.result is None:
-        return None
-    if attempt.taken is not None:
-        take_over(context, step, *attempt.taken[1])
-    publish(context, step)
-    return step
+    return end_step(context, step, attempt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from paceline.session.worker_batch import WorkerBatch
 from paceline.team.transactions import Attempt
 from paceline.train.nonfinite import Refusal
 from paceline.train.step import Step
-from paceline.train.step_context import StepContext
+from paceline.train.step_context import Batches, StepContext
 from paceline.train.step_notes import describe_changing_counters
 
 _NOTHING = torch.empty(0, dtype=torch.float64)
@@ -78,12 +78,23 @@ def load_batch(context: StepContext, step: Step, batch: WorkerBatch | None) -> N
 def take_batch(context: StepContext, step: Step, batch: WorkerBatch | None) -> None:
     """Takes this worker's micro-batches onto its device."""
     assert batch is not None
-    step.batch, step.indivisible = batch, False
-    for micro_batch in batch.micro_batches:
-        if micro_batch.part is not None:
-            step.indivisible |= not micro_batch.take_part()
-        if context.job.device.type != "cpu":
-            micro_batch.batch = to_device(micro_batch.batch, context.job.device)
+    step.batch, step.indivisible = batch, not take_parts(batch.micro_batches, context.job.device)
+
+
+def take_parts(micro_batches: Iterable[MicroBatch], device: torch.device) -> bool:
+    """Takes micro-batches, or this worker's parts of them, onto a device. Returns False if one cannot be divided."""
+    divisible = True
+    for micro_batch in micro_batches:
+        divisible &= micro_batch.take_part()
+        if device.type != "cpu":
+            micro_batch.batch = to_device(micro_batch.batch, device)
+    return divisible
+
+
+def load_whole(context: StepContext, step: Step, batches: Batches) -> None:
+    """Loads whole micro-batches, if the step had parts of them and they must not be divided any more. Collective."""
+    if step.batch.fine and not context.shares.assignment.fine:
+        take_batch(context, step, batches.load(0, context.shares.assignment))
 
 
 def forward_backward(context: StepContext, step: Step) -> StepSums:
@@ -258,6 +269,16 @@ def take_over(
     rows, epoch = sizes
     step.agreed, step.norm, step.lr, step.batch = Agreed(**agreed), norm, lr, WorkerBatch([], 0, rows, epoch)
     step.sums, step.spent = None, {}
+
+
+def end_step(context: StepContext, step: Step, attempt: Attempt) -> Step | None:
+    """Publishes a step after its attempts and returns it; None if there were no rows for it."""
+    if attempt.result is None:
+        return None
+    if attempt.taken is not None:
+        take_over(context, step, *attempt.taken[1])
+    publish(context, step)
+    return step
 
 
 def publish(context: StepContext, step: Step) -> None:

@@ -20,13 +20,12 @@ from paceline.comm.checked_reducer import CheckedReducer
 from paceline.comm.digests import checksum, combined
 from paceline.comm.gradient_buckets import Bucket, Buckets
 from paceline.compute.batchnorm import without_a_trace
-from paceline.compute.microbatches import to_device
 from paceline.errors import HardwareError, WorkersDifferError
 from paceline.train.replica import compute
 from paceline.train.share_record import FIGURES, ROWS, ShareRecord, first_difference, processor, tolerance_of
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
-from paceline.train.step_verbs import heals, must_repeat, take_batch
+from paceline.train.step_verbs import heals, must_repeat, take_batch, take_parts
 from paceline.train.votes import Vote, attempts_by_worker, deviating, majority, partners
 
 ATTEMPTS = 3  # at a step, before the run ends because no two computations agree
@@ -182,10 +181,7 @@ class StepCheck:
         partner = self._shares[group.rank]
         assignment = replace(context.shares.assignment, rank=partner // replica.mesh.unit)
         micro_batches = self.batches.load_other(assignment, self._shares)
-        for micro_batch in micro_batches:
-            micro_batch.take_part()
-            if context.job.device.type != "cpu":
-                micro_batch.batch = to_device(micro_batch.batch, context.job.device)
+        take_parts(micro_batches, context.job.device)
         quiet: dict[str, Any] = {"test_merging": False, "check_loss": False, "noise_sample": "", "fault_point": None}
         options = replace(step.options, merge=merges[partner], **quiet)
         guard = replica.runner.guard

@@ -12,15 +12,14 @@ from paceline.train.step_verbs import (
     attempts,
     begin_step,
     complete,
+    end_step,
     examine,
     forward_backward,
     grad_norm,
     load_batch,
+    load_whole,
     open_attempt,
-    publish,
     reduce,
-    take_batch,
-    take_over,
     update,
 )
 from paceline.train.step_verifier import StepCheck, StepVerifier
@@ -48,17 +47,11 @@ def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches
                 reduce(context, step)
                 if not check.must_repeat():
                     break
-                if step.batch.fine and not context.shares.assignment.fine:
-                    take_batch(context, step, batches.load(0, context.shares.assignment))
+                load_whole(context, step, batches)
             examine(context, step)
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)
-    if attempt.result is None:
-        return None
-    if attempt.taken is not None:
-        take_over(context, step, *attempt.taken[1])
-    publish(context, step)
-    return step
+    return end_step(context, step, attempt)
 
 
 def build_steps(context: StepContext) -> LockstepStrategy:
