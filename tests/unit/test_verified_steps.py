@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from paceline.base.environment import parse_verify_steps
 from paceline.errors import UsageError, WorkersDifferError
 from paceline.session.run import Run
 from paceline.train.bit_flips import BitFlips
+from paceline.train.step_verifier import StepCheck
+from paceline.train.votes import Vote
 
 DATA = rows(1, 64, 10)
 
@@ -162,3 +165,20 @@ def test_part_of_the_steps_is_read(text: str, every: int) -> None:
 def test_other_parts_of_the_steps_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not a part of the steps; give a percentage as 1%, or N to verify one"):
         parse_verify_steps(text)
+
+
+def test_others_go_on_in_the_last_attempt_if_a_worker_leaves() -> None:
+    """Worker 1 was wrong in the first and in the last of three attempts; it alone raises an error."""
+    check, values = StepCheck.__new__(StepCheck), {0: (1, 1, 1), 1: (2, 1, 4)}
+    votes = [Vote(worker, attempt, values[worker][attempt]) for attempt in range(3) for worker in (0, 1)]
+    leave: list[bool] = []
+
+    def name(wrong: Any, must_leave: bool) -> None:
+        assert {(one.vote.worker, one.vote.attempt) for one in wrong} == {(1, 0), (1, 2)}
+        leave.append(must_leave)
+        check._votes.clear()
+
+    verifier = SimpleNamespace(same=lambda a, b: a.value == b.value, difference=lambda a, b: "w" * (a.value != b.value))
+    vars(check).update(verifier=verifier, attempt=2, _faults=[], _votes={0: votes}, _name=name, _again=lambda: True)
+    assert check._differs({0: "w"})
+    assert leave == [True]

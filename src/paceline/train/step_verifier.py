@@ -20,6 +20,7 @@ from paceline.comm.checked_reducer import CheckedReducer
 from paceline.comm.digests import checksum, combined
 from paceline.comm.gradient_buckets import Bucket, Buckets
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.microbatches import name_of
 from paceline.errors import HardwareError, WorkersDifferError
 from paceline.train.replica import compute
 from paceline.train.share_record import FIGURES, ROWS, ShareRecord, first_difference, processor, tolerance_of
@@ -304,10 +305,8 @@ class StepCheck:
         """Gathers what all workers computed in this attempt. Each share gets the votes of two workers."""
         context, group = self.context, self.context.group
         local, other = (record.content(self._kinds[group.rank]) for record in self._records)
-        device = context.job.device
-        on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         group.declare(f"{self.step.name}, in detail", check=False, kind="verification")
-        reports = group.gather_json([local, other, f"{context.run.team.world.host}, {on}"])
+        reports = group.gather_json([local, other, f"{context.run.team.world.host}, {name_of(context.job.device)}"])
         self._hosts = {name: host for name, (*_, host) in zip(group.names, reports, strict=True)}
         for name, (content, *_), rank in zip(group.names, reports, range(group.size), strict=True):
             self._votes.setdefault(rank, []).append(Vote(name, self.attempt, content))
@@ -336,8 +335,8 @@ class StepCheck:
             if right is not None:
                 wrong += [Wrong(v, right, self.verifier.difference(v, right)) for v in deviating(votes, right, same)]
         if any(len(attempts) >= TWICE for attempts in self._attempts_of(wrong).values()):
-            self._name(wrong, must_leave=True)
-        if self.attempt + 1 >= ATTEMPTS:
+            self._name(wrong, must_leave=True)  # the others go on without the workers that leave
+        elif self.attempt + 1 >= ATTEMPTS:
             self._give_up(unequal)
         return self._again()
 
