@@ -6,9 +6,9 @@ TASK/with_LIBRARY.py is a complete script. All scripts of a task have the same f
 see docs/first-tasks.md. They read the files that prepare.py makes.
 
 A line counts unless it is blank, a comment or a docstring; an import counts as one. All
-scripts are laid out by `ruff format` with the settings of ruff.toml, so no author chooses
-the line breaks. A command that must run before the script, which its docstring names, is
-a line, too. Statements are counted as well: they do not depend on the layout.
+scripts are laid out by `ruff format` with the settings of ruff.toml, so no author
+chooses the line breaks. A command that must run before the script, which its docstring
+names, is a line, too. Statements are counted as well: they do not depend on the layout.
 """
 
 from __future__ import annotations

@@ -113,6 +113,11 @@ def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
     return f"{which}: row{'s' if len(numbers) > 1 else ''} {shown} of the dataset" if numbers else ""
 
 
+def name_of(device: torch.device) -> str:
+    """Returns the name of a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     """All tensors in a nesting of containers, in the order of its leaves."""
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,14 @@ class Planning:
         """
         workers = self._options.workers
         simple, stated = without_layout(script).validate(workers), script.validate(workers)
-        plans, _ = self._candidates(predictor.model, script)
-        others = ranked(predictor.predict(plan, workers) for plan in plans if str(plan) not in refused)
-        first = [
-            predictor.predict(plan, workers)
-            for plan in dict.fromkeys((simple, stated) if stated.one_by_one else (stated,))
-        ]
-        for one in [*first, *others][: len(first) + MOST]:
+
+        def in_order() -> Iterator[Prospect]:
+            for plan in dict.fromkeys((simple, stated) if stated.one_by_one else (stated,)):
+                yield predictor.predict(plan, workers)
+            plans, _ = self._candidates(predictor.model, script)  # only if none of the above can be tried
+            yield from ranked(predictor.predict(plan, workers) for plan in plans if str(plan) not in refused)[:MOST]
+
+        for one in in_order():
             if one.memory > CAUTION * one.room:
                 continue
             text = self._options.plan if one.plan == stated else self._words(one)
@@ -198,7 +199,7 @@ class Planning:
         """
         if not self._question.hosts or one.workers == 1:
             return words_of(one.plan)
-        return str(replace(one.plan, data=None)) or NO_LAYOUT
+        return _words_to_join(one.plan)
 
     def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
         for key, one in [*prospects.items()]:
@@ -284,6 +285,11 @@ def plan(
     return f"{_command(options, answer, launcher)}\n\n{answer.text(SHOWN)}{more}"
 
 
+def _words_to_join(plan: Plan) -> str:
+    """Returns the words for workers that join those of a first host, to which `data` would not fit."""
+    return str(replace(plan, data=None)) or NO_LAYOUT
+
+
 def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) -> str:
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
@@ -291,7 +297,7 @@ def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) ->
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     if best.workers == 1 and options.workers > 1:
         return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = words_of(best.plan) if not launcher else str(replace(best.plan, data=None)) or NO_LAYOUT
+    words = _words_to_join(best.plan) if launcher else words_of(best.plan)
     start = launcher or ("run", "--workers", str(best.workers))
     return command_line(["paceline", *start, "--plan", words, *program])
 

@@ -46,27 +46,31 @@ def next_options(options: LaunchOptions, code: int, change: PlanChange | None, t
     if chosen is None or chosen.outlook is None:
         return None
     if change is not None:
-        return _with_change(options, chosen, chosen.outlook, change)
+        return _with_change(options, change)
     before, now = chosen.before, chosen.now
     if before is None or now is None or trained or code in (0, STOPPED, INTERRUPTED):
         return None
     assert before.chosen is not None
     assert before.chosen.outlook is not None
     outlook = before.chosen.outlook.without(chosen.plan, chosen.workers)
-    failed = f"the run did not start under {chosen.plan!r}"
-    what, why, options = f"the plan stays {before.plan!r}", failed, before
+    following = replace(before, chosen=replace(before.chosen, outlook=outlook))
+    what, why = f"the plan stays {before.plan!r}", f"the run did not start under {chosen.plan!r}"
     if (another := outlook.better(now, History(cache_folder() / HISTORY))) is not None:
-        what, why = describe(outlook, another)
-        why, options = f"{failed}; {why}", _with_change(before, before.chosen, outlook, another)
+        following = _with_change(following, another)
+        what, reason = describe(outlook, another)
+        why = f"{why}; {reason}"
     if not options.quiet:
         say(f"auto: {what}: {why}")
-    chosen = options.chosen or before.chosen
-    return replace(options, chosen=replace(chosen, what=what, why=why, outlook=chosen.outlook if another else outlook))
+    assert following.chosen is not None
+    return replace(following, chosen=replace(following.chosen, what=what, why=why))
 
 
-def _with_change(options: LaunchOptions, chosen: ChosenPlan, outlook: Outlook, change: PlanChange) -> LaunchOptions:
-    what, why = describe(outlook, change)
-    about = outlook.changed(change), replace(options, chosen=replace(chosen, outlook=outlook)), change.now
+def _with_change(options: LaunchOptions, change: PlanChange) -> LaunchOptions:
+    chosen = options.chosen
+    assert chosen is not None
+    assert chosen.outlook is not None
+    what, why = describe(chosen.outlook, change)
+    about = chosen.outlook.changed(change), options, change.now
     another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, *about)
     return replace(options, plan=change.plan, workers=change.workers, chosen=another, begin=1)
 

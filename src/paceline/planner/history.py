@@ -7,6 +7,7 @@ model; and so are plans of a kind (those with the same words of layout) for othe
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -65,7 +66,7 @@ class History:
         ratios = [one.measured / one.uncorrected for one in known if (one.plan, one.model, one.parameters) == same]
         if not ratios:
             kind = _kind(plan)
-            ratios = [one.measured / one.uncorrected for one in known if _kind(Plan.parse(one.plan)) == kind]
+            ratios = [one.measured / one.uncorrected for one in known if _kind_of(one.plan) == kind]
             ratios = ratios if len(ratios) >= ENOUGH else []
         return median(ratios) if ratios else 1.0
 
@@ -84,6 +85,12 @@ class History:
         newest = [one for one in self._entries if one.measured][-SHOWN:]
         errors = [abs(one.predicted / one.measured - 1) for one in newest]
         return (len(errors), median(errors)) if errors else None
+
+
+@cache
+def _kind_of(words: str) -> tuple[str, ...]:
+    """Returns the kind of a plan of the history, which is asked for with each plan that is predicted."""
+    return _kind(Plan.parse(words))
 
 
 def _kind(plan: Plan) -> tuple[str, ...]:

@@ -119,22 +119,27 @@ class Outlook(Description, frozen=True):
 
     def better(self, now: Now, history: History) -> PlanChange | None:
         """Returns the plan that gains most over the remaining steps, if its gain is worth the change."""
+        present = self.plan_for(now.workers)
+        if now.rest <= 0 or self.changes >= 2 * MOST:
+            return None
         best: PlanChange | None = None
-        present, forecast, untried = self.plan_for(now.workers), self._forecast(now), self._margin(now, history)
+        forecast, untried = self._forecast(now), self._margin(now, history)
         unexplained = now.seconds / forecast.seconds(present) / self.ratios.get(str(present), self.ratio)
         shared = unexplained if unexplained < DOUBT and not self.changes else 1.0
         workers = now.workers + now.spare
         others, room = self._forecast(now, workers), self.machine.memory * (1 - FREE)
-        for plan in self._plans(workers, present) if now.rest > 0 else ():
+        for plan in self._plans(workers, present):
             ratio, least = self.ratios.get(str(plan)), MARGIN
             if ratio is None:
+                if untried >= 1:
+                    continue
                 ratio, least = self.ratio * history.correction(plan, self.model), untried
             seconds = shared * ratio * others.seconds(plan)
             gain = (now.seconds - seconds) * now.rest
             pays = seconds <= (1 - least) * now.seconds and gain > 2 * now.cost
             if pays and (best is None or seconds < best.seconds) and self._memory(plan, others) <= room:
                 best = PlanChange(words_of(plan), seconds, gain, ratio, workers, now)
-        return best if self.changes < 2 * MOST else None
+        return best
 
     def _margin(self, now: Now, history: History) -> float:
         """Returns the part of a step that a plan must save which was never tried: twice the error of predictions, as
@@ -155,7 +160,7 @@ class Outlook(Description, frozen=True):
     def changed(self, change: PlanChange) -> Outlook:
         """Returns the outlook of the run under another plan."""
         measured = self.measured(change.now)
-        plan = replace(Plan.parse(change.plan), data=None).validate(change.workers)
+        plan = _resolved(change.plan, change.workers)
         return msgspec.structs.replace(
             measured,
             ratios={**measured.ratios, str(plan): change.ratio},
@@ -172,7 +177,7 @@ class Outlook(Description, frozen=True):
 
     def without(self, words: str, workers: int) -> Outlook:
         """Returns the outlook without a plan that could not be started."""
-        plan = str(replace(Plan.parse(words), data=None).validate(workers))
+        plan = str(_resolved(words, workers))
         return msgspec.structs.replace(self, refused=(*self.refused, plan), changes=self.changes + 1)
 
     def comparison(self, now: Now, peak: float, sent: Sequence[float]) -> Prediction | None:
@@ -217,7 +222,7 @@ class Outlook(Description, frozen=True):
 
     def plan_for(self, workers: int) -> Plan:
         """Returns the run's plan for so many workers. Raises PlanError if it is none for them."""
-        return replace(Plan.parse(self.plan), data=None).validate(workers)
+        return _resolved(self.plan, workers)
 
     def _plans(self, workers: int, present: Plan) -> list[Plan]:
         """Returns the other plans that leave the arithmetic and the size of micro-batches alone."""
@@ -267,3 +272,8 @@ class _Forecast:
         size = plan.mesh(len(self.slow)).unit
         units = [max(self.slow[first : first + size]) for first in range(0, len(self.slow), size)]
         return max(units) if plan.together > 1 else len(units) / sum(1 / slow for slow in units)
+
+
+def _resolved(words: str, workers: int) -> Plan:
+    """Returns the plan of these words for so many workers. Raises PlanError if it is none for them."""
+    return replace(Plan.parse(words), data=None).validate(workers)

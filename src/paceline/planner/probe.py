@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.comm.communicator import Group, refusing_collectives
 from paceline.compute.blocks import blocks_of
-from paceline.compute.microbatches import Chunk, MicroBatch, join, tensors_of
+from paceline.compute.microbatches import Chunk, MicroBatch, join, name_of, tensors_of
 from paceline.compute.state_dict import kept_for_each
 from paceline.parallel.pipeline.partition import StagePartition
 from paceline.planner.block_probe import BlockFigures, BlockProbe, time_on
@@ -161,7 +161,7 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         bandwidth = hops / group.size * 4 * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
         links = (LinkDescription("between workers", 0, bandwidth, latency=small / hops),)
     return MachineDescription(
-        device.type if device.type != "cuda" else torch.cuda.get_device_name(device),
+        name_of(device),
         {"fp32": 2 * WIDTH**3 / product},
         room,
         2 * long.nbytes / copy,

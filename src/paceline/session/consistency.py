@@ -28,6 +28,7 @@ from paceline.comm.digests import checksum
 from paceline.comm.gradient_buckets import BYTES
 from paceline.comm.torch_private import BatchNormBase
 from paceline.compute.job import TrainingJob
+from paceline.compute.microbatches import name_of
 from paceline.compute.state_dict import local
 from paceline.errors import WorkersDifferError
 from paceline.parallel.data_parallel import kinds, share
@@ -71,8 +72,7 @@ class Weights:
 
     def __init__(self, job: TrainingJob, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
         self.job, self.mesh, self._alike_optimizers, self._heals = job, mesh, alike, heals
-        name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
-        self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
+        self.kind, self.kinds = f"{name_of(job.device)} {get_cpu_capability()}", list[str]()
         self.due, self.checks, self.seconds = True, 0, 0.0
         self.trainer = 0  # its number
         self.distance: float | None = None

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.comm.checked_reducer import CheckedReducer
 from paceline.comm.gradient_buckets import Bucket, Buckets
-from paceline.comm.torch_private import pytree
+from paceline.compute.microbatches import tensors_of
 from paceline.compute.state_dict import local
 from paceline.train.replica import Replica
 
@@ -73,8 +73,7 @@ class BitFlips:
             return changed
 
         def hook_output(name: str, module: nn.Module, given: Any, output: Any) -> None:
-            tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
-            tensor = next((one for one in tensors if one.is_floating_point() and one.numel()), None)
+            tensor = next((one for one in tensors_of(output) if one.is_floating_point() and one.numel()), None)
             if tensor is None or flip.done or (backward and not tensor.requires_grad):
                 return
             waits[0] -= 1

@@ -21,8 +21,7 @@ from paceline.compute.microbatches import MicroBatch, tensors_of
 Content = Mapping[str, Any]  # of a record, as workers send it to each other
 # Of workers whose processors differ, the parts of a gradient's norm by which it may differ. Rounding is smaller, but it
 # may decide whether a unit is active.
-TOLERANCE = {torch.float64: 1e-6}
-_OTHER = 0.25
+_OF_FLOAT64, _OTHER = 1e-6, 0.25
 _LEAST = 0.1  # of the norm of all gradients: what a small gradient is compared with
 ROWS, FIGURES = "the rows", "the loss, a metric or a buffer"
 
@@ -120,8 +119,8 @@ def _near(one: float, other: float, limit: float) -> bool:
 
 def tolerance_of(job: TrainingJob) -> float:
     """Returns the tolerance for a job's gradients between different processors."""
-    exact = job.precision is None and all(param.dtype in TOLERANCE for param in job.named.values())
-    return TOLERANCE[torch.float64] if exact else _OTHER
+    exact = job.precision is None and all(param.dtype == torch.float64 for param in job.named.values())
+    return _OF_FLOAT64 if exact else _OTHER
 
 
 @cache

@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import torch
-
 from paceline.comm.communicator import refusing_collectives
 from paceline.compute.grad_noise import EVERY, looked_at
 from paceline.compute.job import StepSums
+from paceline.compute.microbatches import name_of
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
 
@@ -68,7 +67,7 @@ class FlopsObserver:
         with context.streams.preserved(), refusing_collectives():
             flops = skeleton.count(context.job.script_forward, micro_batch.batch, micro_batch.rows)
         context.restore_state()
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        name = name_of(device)
         fields = {"per_row": flops.per_row, "estimated": flops.is_estimated, "uncounted": [*flops.uncounted]}
         context.reporter.journal.write("flops", trainer=context.trainer, device=name, **fields)
 
