@@ -73,7 +73,8 @@ def introduction(options: LaunchOptions, folder: Path, numbers: list[int], stand
         "logs": str(short(folder / "logs")),
         "standby": standby.getsockname()[:2],
         "numbers": numbers,
-        "count": options.workers,
+        "count": options.workers + options.spares,
+        "spares": options.spares,
         "same": likeness(options),
     }
 

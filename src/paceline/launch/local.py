@@ -47,6 +47,7 @@ from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
 from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
+from paceline.launch.spares import check_spares
 from paceline.launch.time_limit import limited, parse_time, with_deadline
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
@@ -169,7 +170,7 @@ def _begin(
             from paceline.launch.run_config import effective_config  # not with every run
 
             replace_file(folder / CONFIG_FILE, effective_config(options, str(short(folder))))
-        numbers = list(range(options.workers))
+        numbers = list(range(options.workers + options.spares))
         if options.token is not None:
             keep_token(folder, options.token)
         if options.on_listening is not None:
@@ -268,12 +269,14 @@ def _check(options: LaunchOptions) -> None:
     if not (options.raw or options.join or options.again or options.temporary):
         refuse_foreign(Path(options.script), options.workers)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES
-    if options.workers > most:
+    if options.workers + options.spares > most:
         what = f"{options.workers:,} workers need more open files than the limit of this process"
         raise UsageError(what, f"use at most {plural(most, 'worker')} on this host, or raise `ulimit -n`")
     if options.min_workers > options.workers and options.listen is None and options.join is None:
         what = f"--min-workers {options.min_workers} is more than --workers {options.workers}"
         raise UsageError(what, f"use at most --min-workers {options.workers}")
+    if options.spares:
+        check_spares(options)
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
     if options.plan is not None and Plan.parse(options.plan).validate(options.workers).precision == "fp8":

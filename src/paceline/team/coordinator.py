@@ -20,6 +20,7 @@ from paceline.team.agent_commands import Coming
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
 from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
+from paceline.team.spare_workers import SpareWorkers
 from paceline.team.suspended_workers import NO_STATE, OVER, SuspendedWorkers, all_ended, any_ended_well
 from paceline.team.worker_slots import (
     UNKNOWN,
@@ -86,22 +87,29 @@ class Coordinator:
         self._detection = 0.0  # seconds before the loss that led to this generation was known
         self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
+        self._noted_spares: list[int] = []  # spares that are ready, as last journaled
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
         self._placement = ServerPlacement(self.slots, self.gone, self.leaving)
+        self.spares = SpareWorkers(self.slots, self.gone, self.leaving, len(self.first))
         self.awaited: dict[str, tuple[float, str]] = {}  # silent agents: until when they are waited for, and why
 
     # ---- agents
 
-    def join(self, agent: str, logs: str, standby: tuple[str, int], numbers: Collection[int], count: int) -> list[int]:
-        """Registers an agent and returns the numbers of its workers, which it gives (`numbers`) or gets (`count`).
+    def join(
+        self, agent: str, logs: str, standby: tuple[str, int], numbers: Collection[int], count: int, spares: int = 0
+    ) -> list[int]:
+        """Registers an agent and returns the numbers of its workers, which it gives (`numbers`) or gets (`count`). So
+        many of them are `spares`.
 
         An agent may join again. `standby` is the address of the coordinator that this agent runs or may run later.
         """
         self.logs[agent], self.standbys[agent] = logs, standby
+        self.spares.brought[agent] = count - spares, spares
         self.gone.discard(agent)
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
         first = max({-1, *self.slots, *members} - servers) + 1
+        begins = self.recovering == math.inf and not (self.roster.begun or members.isdisjoint(known))
         for number in known or range(first, first + count):
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
             if slot.agent not in (agent, ""):
@@ -110,7 +118,7 @@ class Coordinator:
             if number in members and not self.roster.begun:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
-            elif known and slot.report == WorkerReport():
+            elif known and not begins and slot.report == WorkerReport():
                 slot.life = UNKNOWN
         return [number for number, slot in self.slots.items() if slot.agent == agent]
 
@@ -294,6 +302,7 @@ class Coordinator:
         roster = self.roster
         more = {"min_workers": self.min_workers, "paused": self._paused, "stopping": self.stop}
         team = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
+        team["spares"] = self.spares.ready
         workers = {number: state_of(number, slot, roster) for number, slot in sorted(self.slots.items())}
         return {**team, "workers": workers, **more}
 
@@ -325,7 +334,7 @@ class Coordinator:
             roster.formed(number, report.formed)
             if new and number in roster.established:
                 slot.newcomer = False
-                self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
+                self._say(f"{ranks([number])} has joined: {self._team_size}")
         if report.leaves and not previous.leaves:
             roster.leaves(number)
         if report.stands and report.stands != previous.stands:
@@ -465,16 +474,44 @@ class Coordinator:
         new = {n: slot for n, slot in self.slots.items() if slot.newcomer and slot.alive and slot.report.waiting}
         have = {self.slots[number].agent for number in roster.established if number in self.slots}
         have |= {slot.agent for slot in new.values() if slot.report.current or slot.report.at is None}
-        for number, slot in sorted(new.items()):
+        for number in self.spares.order(new, roster):
+            slot, at = new[number], new[number].report.at
             if number in roster.waiting:
                 have.add(slot.agent)
-            elif slot.agent in have or self._paused:
+                continue
+            slot.spare = self._is_full
+            if not slot.spare and (slot.agent in have or self._paused):
                 roster.waits(number)
-            elif slot.report.at is not None and slot.agent not in served:
-                coming[number] = slot.report.at
-                served.add(slot.agent)
+            elif at is not None and slot.agent not in served:
+                if not slot.spare or self.spares.needs_copy(number, roster):
+                    coming[number] = at
+                    served.add(slot.agent)
+        self._note_spares()
         self.version += coming != self.coming
         self.coming = coming
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether newcomers have to wait as spares: the team is full, or is about to end."""
+        ends = self.stop or any(slot.report.ended for slot in self.slots.values())
+        return self.spares.full_size < math.inf and (ends or self.spares.is_full(self.roster))
+
+    def _note_spares(self) -> None:
+        """Journals which spares are ready if that has changed, and names new ones on the console."""
+        ready, before = self.spares.ready, self._noted_spares
+        if ready == before:
+            return
+        self._noted_spares = ready
+        self.record("spares", workers=ready, enter=[n for n in before if n in self.roster.waiting], step=self.step)
+        if new := [number for number in ready if number not in before]:
+            what = "is ready as a spare" if len(new) == 1 else "are ready as spares"
+            self._say(f"{ranks(new)} {what}: {self._team_size}")
+
+    @property
+    def _team_size(self) -> str:
+        """The number of workers, for the console; with that of spares where there may be any."""
+        text = plural(len(self.roster.members), "worker")
+        return text if self.spares.full_size == math.inf else f"{text}, {plural(len(self.spares.ready), 'spare')}"
 
     @property
     def _all_leave(self) -> bool:
@@ -507,7 +544,8 @@ class Coordinator:
         slot = self.slots[number]
         if slot.out:
             return True
-        if self.failing or not self.max_restarts or not self.roster.begun:
+        is_spare = self.spares.is_spare(number, self.roster)
+        if self.failing or not self.max_restarts or not (self.roster.begun or is_spare):
             return False
         report, why = slot.report, slot.report.loss
         failure = report.failed or report.hung
@@ -548,6 +586,7 @@ class Coordinator:
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.slots[number].newcomer for number in lost)
+        spare = [self.spares.is_spare(number, self.roster) for number in lost]
         peers = [peer for peer in self.roster.replica_peers(lost) if peer in self.slots]
         for number in (*lost, *peers):
             self.slots[number].out = True
@@ -563,6 +602,8 @@ class Coordinator:
             self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(order.members)}{then}{left}")
         elif new:
             before = "before it had rejoined" if len(lost) == 1 else "before they had rejoined"
+            if all(spare):
+                before = "while it was a spare" if len(lost) == 1 else "while they were spares"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
         self._announce(order, detection)
         for peer in peers:

@@ -81,7 +81,8 @@ REQUESTS: dict[str, Any] = {
     "join": form(
         each("agent host logs", str)
         | {"standby": Address, "numbers": Workers, "count": Few, "same": dict[str, Any]}
-        | {"generation": tuple[Count, Workers]}
+        | {"generation": tuple[Count, Workers]},
+        {"spares": Few},
     ),
     "fence": form({"address": Address, "epoch": Count}),
     "stop": dict[str, Any],

@@ -1,0 +1,90 @@
+"""Decides which newcomers join the team, and which wait as spares until the team has lost a worker.
+
+A spare is a newcomer that has done everything but enter the team: its process has built the model and waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from paceline.base.environment import SERVERS
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.team.membership import Membership
+from paceline.team.worker_slots import WorkerSlot
+
+
+def refuse_spares(plan: Plan, workers: int, spares: int) -> None:
+    """PlanError: under this plan over `workers`, so many `spares` could never take the place of a lost worker."""
+    mesh = plan.mesh(workers)
+    size = mesh.replica
+    what = f"--spares {spares}: "
+    if mesh.data == 1:
+        holders = "the only worker has" if workers == 1 else f"all {workers} workers together have"
+        what += f"{holders} the only copy of the state, and no spare can continue if it is lost"
+        cure = "use at least two replicas" if size > 1 else "use at least two workers"
+        raise PlanError(what, f"{cure}, or --mirror, which restarts the run from a copy in memory")
+    if spares % size:
+        what += f"a replica of the plan {plan} has {size} workers, which join and leave together"
+        raise PlanError(what, f"use --spares {size * -(-spares // size)}")
+
+
+@dataclass
+class SpareWorkers:
+    """Counts the workers that the team has and may have.
+
+    A run begins with `size` workers. `brought` has, by agent, how many workers the agent brings to the team, and how
+    many spares. Agents that are `gone` or `leaving` bring no workers.
+    """
+
+    slots: Mapping[int, WorkerSlot]
+    gone: Collection[str]
+    leaving: Collection[str]
+    size: int = 1
+    brought: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def full_size(self) -> float:
+        """The number of workers of the full team; without spares there is no limit."""
+        if not any(spares for _, spares in self.brought.values()):
+            return math.inf
+        present = self.brought.keys() - self.gone - self.leaving
+        return max(self.size, sum(self.brought[agent][0] for agent in present))
+
+    def is_full(self, roster: Membership) -> bool:
+        """Whether the team, with those who are about to enter it or to leave it, has as many workers as it may have."""
+        remaining = {*roster.members} - roster.leaving_replicas
+        return len(remaining | {*roster.waiting}) >= self.full_size
+
+    def is_spare(self, number: int, roster: Membership) -> bool:
+        """Whether a worker is no member, and would have to wait as a spare if it were ready now."""
+        comes = self.slots[number].newcomer and number not in roster.waiting and number not in roster.members
+        return comes and number < SERVERS and self.is_full(roster)
+
+    @property
+    def ready(self) -> list[int]:
+        """The spares that could enter the team at once."""
+        return [number for number, slot in sorted(self.slots.items()) if slot.spare and slot.alive]
+
+    def order(self, newcomers: Iterable[int], roster: Membership) -> list[int]:
+        """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly."""
+        counts = dict.fromkeys(self.brought, 0)
+        for member in roster.members:
+            if member in self.slots:
+                counts[self.slots[member].agent] = counts.get(self.slots[member].agent, 0) + 1
+
+        def key(number: int) -> tuple[bool, int]:
+            agent = self.slots[number].agent
+            return counts.get(agent, 0) >= self.brought.get(agent, (0, 0))[0], number
+
+        return sorted(newcomers, key=key)
+
+    def needs_copy(self, number: int, roster: Membership) -> bool:
+        """Whether a spare receives the state beforehand: there are several hosts, and at most one worker of its own
+        host has the state. Where two have it, the spare can copy it from one of them if the other one is lost.
+        """
+        slots, agent = self.slots, self.slots[number].agent
+        hosts = [slots[member].agent for member in roster.established if member in slots]
+        return hosts.count(agent) <= 1 and {*hosts} != {agent}
