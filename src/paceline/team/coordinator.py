@@ -87,7 +87,8 @@ class Coordinator:
         self._detection = 0.0  # seconds before the loss that led to this generation was known
         self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
-        self._noted_spares: list[int] = []  # spares that are ready, as last journaled
+        self._ready_spares: list[int] = []
+        self._admits = False  # whether the announced generation is followed at once by one with newcomers
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
         self._placement = ServerPlacement(self.slots, self.gone, self.leaving)
         self.spares = SpareWorkers(self.slots, self.gone, self.leaving, len(self.first))
@@ -279,6 +280,7 @@ class Coordinator:
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent must bring about: the life of each worker, and whether it is in the team."""
         more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
+        more["admits"] = self._admits
         return {
             "epoch": self.epoch,
             "version": self.version,
@@ -302,7 +304,7 @@ class Coordinator:
         roster = self.roster
         more = {"min_workers": self.min_workers, "paused": self._paused, "stopping": self.stop}
         team = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
-        team["spares"] = self.spares.ready
+        team["spares"] = self._ready_spares
         workers = {number: state_of(number, slot, roster) for number, slot in sorted(self.slots.items())}
         return {**team, "workers": workers, **more}
 
@@ -474,7 +476,7 @@ class Coordinator:
         new = {n: slot for n, slot in self.slots.items() if slot.newcomer and slot.alive and slot.report.waiting}
         have = {self.slots[number].agent for number in roster.established if number in self.slots}
         have |= {slot.agent for slot in new.values() if slot.report.current or slot.report.at is None}
-        for number in self.spares.order(new, roster):
+        for number in self.spares.order(new, roster, self._ready_spares):
             slot, at = new[number], new[number].report.at
             if number in roster.waiting:
                 have.add(slot.agent)
@@ -498,10 +500,10 @@ class Coordinator:
 
     def _note_spares(self) -> None:
         """Journals which spares are ready if that has changed, and names new ones on the console."""
-        ready, before = self.spares.ready, self._noted_spares
+        before, ready = self._ready_spares, [n for n, slot in sorted(self.slots.items()) if slot.spare and slot.alive]
         if ready == before:
             return
-        self._noted_spares = ready
+        self._ready_spares = ready
         self.record("spares", workers=ready, enter=[n for n in before if n in self.roster.waiting], step=self.step)
         if new := [number for number in ready if number not in before]:
             what = "is ready as a spare" if len(new) == 1 else "are ready as spares"
@@ -511,7 +513,7 @@ class Coordinator:
     def _team_size(self) -> str:
         """The number of workers, for the console; with that of spares where there may be any."""
         text = plural(len(self.roster.members), "worker")
-        return text if self.spares.full_size == math.inf else f"{text}, {plural(len(self.spares.ready), 'spare')}"
+        return text if self.spares.full_size == math.inf else f"{text}, {plural(len(self._ready_spares), 'spare')}"
 
     @property
     def _all_leave(self) -> bool:
@@ -605,10 +607,10 @@ class Coordinator:
             if all(spare):
                 before = "while it was a spare" if len(lost) == 1 else "while they were spares"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
+        self._admit_newcomers()
         self._announce(order, detection)
         for peer in peers:
             self._restart(peer)
-        self._admit_newcomers()
         self.version += 1
 
     def _describe_remaining(self, members: Collection[int]) -> str:
@@ -626,6 +628,9 @@ class Coordinator:
         about = {"planned": order.planned, "at_once": self.roster.at_once}
         self.record("generation", number=order.number, workers=list(order.members), **about)
         self.order, self._detection = order, detection
+        ready = self.roster.waiting.keys() - {*order.members}
+        self._admits = not order.planned and len(ready) >= self.roster.replica_size
+        self.roster.renews |= self._admits  # also if these are lost until then: the members wait for it
         if not order.planned:  # a planned one comes after a step, which a worker that misses others never ends
             self._form_again_due = math.inf
         self.version += 1
@@ -668,6 +673,8 @@ class Coordinator:
                 roster.end(number)
         self._restoring_servers = unheld(reports)
         roster.renews = any(reports[number].at for number in self._restoring_servers)
+        # The members may wait for newcomers, see `_announce`.
+        roster.renews |= roster.number == roster.at_once > 0 and self.spares.full_size < math.inf
         roster.before = tuple(number for number in roster.before if number in roster.established)
         self._leaving_members = {*roster.before} & roster.leaving_replicas - {*roster.members}
         for number in sorted(roster.established - {*roster.members} - self._leaving_members):

@@ -96,7 +96,7 @@ REQUESTS: dict[str, Any] = {
 
 GENERATION = form(
     {"number": Count, "members": Annotated[list[Worker], Meta(min_length=1)], "store": Address},
-    {"at_once": Count, "hold": bool, "detection": Seconds},
+    {"at_once": Count, "hold": bool, "detection": Seconds, "admits": bool},
 )
 MERGE = form(each("turn number trainer step", Count) | each("islands late", list[Few]) | {"void": bool})
 ORDERS = form(

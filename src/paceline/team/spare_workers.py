@@ -63,21 +63,19 @@ class SpareWorkers:
         comes = self.slots[number].newcomer and number not in roster.waiting and number not in roster.members
         return comes and number < SERVERS and self.is_full(roster)
 
-    @property
-    def ready(self) -> list[int]:
-        """The spares that could enter the team at once."""
-        return [number for number, slot in sorted(self.slots.items()) if slot.spare and slot.alive]
-
-    def order(self, newcomers: Iterable[int], roster: Membership) -> list[int]:
-        """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly."""
+    def order(self, newcomers: Iterable[int], roster: Membership, ready: Collection[int]) -> list[int]:
+        """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly, and of
+        these the spares that were `ready` before.
+        """
         counts = dict.fromkeys(self.brought, 0)
         for member in roster.members:
             if member in self.slots:
                 counts[self.slots[member].agent] = counts.get(self.slots[member].agent, 0) + 1
 
-        def key(number: int) -> tuple[bool, int]:
+        def key(number: int) -> tuple[bool, bool, int]:
             agent = self.slots[number].agent
-            return counts.get(agent, 0) >= self.brought.get(agent, (0, 0))[0], number
+            is_full = counts.get(agent, 0) >= self.brought.get(agent, (0, 0))[0]
+            return is_full, number not in ready, number
 
         return sorted(newcomers, key=key)
 
@@ -87,4 +85,4 @@ class SpareWorkers:
         """
         slots, agent = self.slots, self.slots[number].agent
         hosts = [slots[member].agent for member in roster.established if member in slots]
-        return hosts.count(agent) <= 1 and {*hosts} != {agent}
+        return hosts.count(agent) <= 1 and bool({*hosts} - {agent})
