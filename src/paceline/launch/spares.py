@@ -26,8 +26,9 @@ def check_spares(options: LaunchOptions) -> None:
     if options.debug is not None:
         what = f"{given} cannot be combined with --debug, which holds the worker at a prompt"
         raise UsageError(what, "leave --spares out while you debug")
-    if options.plan is not None and "auto" not in options.plan.split() and is_one_host(options):
-        refuse_spares(Plan.parse(options.plan).validate(options.workers), options.workers, options.spares)
+    known = options.workers == 1 or (options.plan is not None and "auto" not in options.plan.split())
+    if known and is_one_host(options):
+        refuse_spares(Plan.parse(options.plan or "").validate(options.workers), options.workers, options.spares)
 
 
 def is_one_host(options: LaunchOptions) -> bool:

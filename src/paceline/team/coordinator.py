@@ -39,6 +39,7 @@ ALIKE = 0.1  # seconds within which all workers report an exception that all of 
 TOGETHER = 0.3  # seconds within which leave notices reach all workers if the whole run is to stop
 ALONE = 3.0  # seconds for which a worker may miss others that are not known to be lost, before the team forms again
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
+REFILL = 1.0  # seconds after which a lost worker is started again if a spare takes its place
 LINES = 50  # console lines that are kept for agents that have not received them yet
 AWAITED = 60.0  # seconds to wait for a silent agent if no other server has the state of its parameter servers
 EXPELLED = "HardwareError"  # the exception of a worker whose host computes wrong values: it is not started again
@@ -500,8 +501,10 @@ class Coordinator:
 
     def _note_spares(self) -> None:
         """Journals which spares are ready if that has changed, and names new ones on the console."""
+        if self.spares.full_size == math.inf:
+            return
         before, ready = self._ready_spares, [n for n, slot in sorted(self.slots.items()) if slot.spare and slot.alive]
-        if ready == before:
+        if ready == before or not self.roster.begun:
             return
         self._ready_spares = ready
         self.record("spares", workers=ready, enter=[n for n in before if n in self.roster.waiting], step=self.step)
@@ -572,9 +575,11 @@ class Coordinator:
         return True
 
     def _restart(self, number: int) -> None:
-        """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team."""
+        """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team, or
+        while spares enter, which would be slower beside a process that starts.
+        """
         slot = self.slots[number]
-        if pause := pause_of(slot):
+        if pause := pause_of(slot) or REFILL * self._admits:
             self._delayed_starts[number] = (self._now + pause, slot.life + 1)
         else:
             self._start(number, slot.life + 1)

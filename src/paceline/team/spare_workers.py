@@ -6,6 +6,7 @@ A spare is a newcomer that has done everything but enter the team: its process h
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -60,24 +61,23 @@ class SpareWorkers:
 
     def is_spare(self, number: int, roster: Membership) -> bool:
         """Whether a worker is no member, and would have to wait as a spare if it were ready now."""
-        comes = self.slots[number].newcomer and number not in roster.waiting and number not in roster.members
-        return comes and number < SERVERS and self.is_full(roster)
+        slot = self.slots[number]
+        comes = slot.newcomer and number not in roster.waiting and number not in roster.members
+        return comes and number < SERVERS and (self.brought.get(slot.agent, (1, 0))[0] == 0 or self.is_full(roster))
 
     def order(self, newcomers: Iterable[int], roster: Membership, ready: Collection[int]) -> list[int]:
         """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly, and of
         these the spares that were `ready` before.
         """
-        counts = dict.fromkeys(self.brought, 0)
-        for member in roster.members:
-            if member in self.slots:
-                counts[self.slots[member].agent] = counts.get(self.slots[member].agent, 0) + 1
-
-        def key(number: int) -> tuple[bool, bool, int]:
+        if self.full_size == math.inf:
+            return sorted(newcomers)
+        counts = Counter(self.slots[member].agent for member in roster.members if member in self.slots)
+        first, last = list[int](), list[int]()
+        for number in sorted(newcomers, key=lambda n: (n not in roster.waiting, n not in ready, n)):
             agent = self.slots[number].agent
-            is_full = counts.get(agent, 0) >= self.brought.get(agent, (0, 0))[0]
-            return is_full, number not in ready, number
-
-        return sorted(newcomers, key=key)
+            (first if counts[agent] < self.brought.get(agent, (0, 0))[0] else last).append(number)
+            counts[agent] += number not in roster.members
+        return first + last
 
     def needs_copy(self, number: int, roster: Membership) -> bool:
         """Whether a spare receives the state beforehand: there are several hosts, and at most one worker of its own
