@@ -67,6 +67,10 @@ def wait(process: subprocess.Popen[bytes], console: Path, ready: Callable[[], bo
         time.sleep(0.005)
 
 
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_journal(run) if event["event"] == kind] if run.exists() else []
+
+
 def kills(workers: int, spares: int, count: int, width: int, choice: random.Random) -> list[float]:
     """Starts a run, kills so many of its workers, and returns the seconds of each kill."""
     with tempfile.TemporaryDirectory() as base:
@@ -75,21 +79,22 @@ def kills(workers: int, spares: int, count: int, width: int, choice: random.Rand
         command = [sys.executable, "-m", "paceline", "run", *options, __file__, "--as", base, "--width", str(width)]
         with console.open("wb") as out:
             process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)
-        events = lambda kind: [event for event in read_journal(run) if event["event"] == kind] if run.exists() else []
         took = []
         for _ in range(count):
             since = time.time()
-            calm = lambda since=since: len([end for end in full_steps(folder, workers) if end > since]) >= CALM * workers
-            wait(process, console, calm)
-            if spares:
-                wait(process, console, lambda: len((events("spares") or [{"workers": []}])[-1]["workers"]) == spares)
-            members: list[int] = [*(events("formed") or [{"workers": range(workers)}])[-1]["workers"]]
-            started = {e["worker"]: e["pid"] for e in events("worker") if e["what"] == "started"}
-            at = time.time()
+
+            def is_ready(since: float = since) -> bool:
+                ready = [event["workers"] for event in events(run, "spares")] or [[]]
+                calm = sum(end > since for end in full_steps(folder, workers)) >= CALM * workers
+                return calm and len(ready[-1]) == spares
+
+            wait(process, console, is_ready)
+            members: list[int] = [*(events(run, "formed") or [{"workers": range(workers)}])[-1]["workers"]]
+            started = {e["worker"]: e["pid"] for e in events(run, "worker") if e["what"] == "started"}
+            at, before = time.time(), len(events(run, "lost"))
             os.kill(started[choice.choice(members)], signal.SIGKILL)
-            lost = len(events("lost"))
-            wait(process, console, lambda lost=lost: len(events("lost")) > lost)
-            known = time.time()
+            wait(process, console, lambda before=before: len(events(run, "lost")) > before)
+            known = events(run, "lost")[-1]["at"]
             wait(process, console, lambda known=known: any(end > known for end in full_steps(folder, workers)))
             took.append(next(end for end in full_steps(folder, workers) if end > known) - at)
         process.send_signal(signal.SIGTERM)

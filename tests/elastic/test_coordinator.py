@@ -207,7 +207,9 @@ ADMITTED: list[tuple[str, Any]] = [("arrive", 2), ("arrive", 3), ("arrive", 4), 
 @example((1, {}, SILENT_WHILE_RECOVERING))
 @example((1, {}, SILENT_OFTEN))
 @example((1, {}, BACK_AFTER_THE_COORDINATOR))
-@example((1, {"b": 1, "c": 1}, [*ADMITTED, ("kill", 1), ("moment", None), ("kill", 3), ("moment", None), ("again", None)]))
+@example(
+    (1, {"b": 1, "c": 1}, [*ADMITTED, ("kill", 1), ("moment", None), ("kill", 3), ("moment", None), ("again", None)])
+)
 @example((1, {"b": 1, "c": 1}, [*ADMITTED, ("kill", 1), ("kill", 2), ("kill", 3), ("kill", 4), ("wait", None)]))
 @example((2, {}, ALL_TOLD_ONE_AFTER_ANOTHER))
 @example((2, {}, TOLD_BEFORE_THE_COORDINATOR))

@@ -23,7 +23,7 @@ def formed(ended: Ended) -> list[tuple[object, object]]:
 def kill(
     folder: Path, calm: Undisturbed, faults: str, spares: int, plan: str = EXACT, workers: int = 3, teams: int = 0
 ) -> Ended:
-    """Trains with kills and spares, and asserts the undisturbed bytes. A long run lasts until so many `teams` formed."""
+    """Trains with kills and spares, and asserts the undisturbed bytes. With `teams` until so many have formed."""
     faults, steps = f"{WAIT},{faults}", LONG if teams else STEPS
     wait = f'journal.jsonl "formed" {teams}' if teams else ""
     ended = train(folder, workers, steps, faults, wait, plan=plan, spares=spares)
@@ -109,26 +109,26 @@ def test_kill_of_a_spare_does_not_disturb_the_training(tmp_path):
     assert re.search(r"^  spares +\d spare workers? ready at the end; 1 spare worker entered the team$", report, re.M)
 
 
+ALONE = "have the only copy of the state, and no spare can continue if it is lost; use at least two"
+MIRROR = "or --mirror, which restarts the run from a copy in memory"
 REFUSED = {
-    ("--workers", "1"): "--spares 1: the only worker has the only copy of the state, and no spare can continue if it is "
-    "lost; use at least two workers, or --mirror, which restarts the run from a copy in memory",
-    ("--workers", "4", "--plan", "shard=4"): "--spares 1: all 4 workers together have the only copy of the state, and no "
-    "spare can continue if it is lost; use at least two replicas, or --mirror, which restarts the run from a copy in memory",
-    ("--workers", "4", "--plan", "shard=2"): "--spares 1: a replica of the plan data=2 shard=2 zero=3 has 2 workers, which "
-    "join and leave together; use --spares 2",
-    ("--workers", "2", "--max-restarts", "0"): "--spares 1 has no effect with --max-restarts 0, with which the loss of any "
-    "worker ends the run; leave one of the two out",
-    ("--workers", "2", "--shares", "2,1"): "--spares 1 cannot be combined with --shares, which belong to workers by their "
-    "numbers; leave --shares out: shares follow from measured speed",
-    ("--workers", "2", "--debug", "1"): "--spares 1 cannot be combined with --debug, which holds the worker at a prompt; "
-    "leave --spares out while you debug",
+    "--workers 1": f"--spares 1: the only worker {ALONE.replace('have', 'has')} workers, {MIRROR}",
+    "--workers 4 --plan shard=4": f"--spares 1: all 4 workers together {ALONE} replicas, {MIRROR}",
+    "--workers 4 --plan shard=2": "--spares 1: a replica of the plan data=2 shard=2 zero=3 has 2 workers, "
+    "which join and leave together; use --spares 2",
+    "--workers 2 --max-restarts 0": "--spares 1 has no effect with --max-restarts 0, with which the loss of "
+    "any worker ends the run; leave one of the two out",
+    "--workers 2 --shares 2,1": "--spares 1 cannot be combined with --shares, which belong to workers by "
+    "their numbers; leave --shares out: shares follow from measured speed",
+    "--workers 2 --debug 1": "--spares 1 cannot be combined with --debug, which holds the worker at a "
+    "prompt; leave --spares out while you debug",
 }
 
 
 @pytest.mark.parametrize("options", REFUSED)
 def test_run_refuses_spares_that_could_never_help(options, tmp_path):
     (tmp_path / "train.py").write_text("import paceline\n")
-    done = paceline("run", *options, "--spares", "1", "train.py", cwd=tmp_path, code=2)
+    done = paceline("run", *options.split(), "--spares", "1", "train.py", cwd=tmp_path, code=2)
     assert done.stderr == f"paceline: {REFUSED[options]}\n"
 
 

@@ -787,7 +787,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
         "Starts the workers, shows their progress, and ends with a report or an explanation of the failure.",
     )
     _workers(option, 1, "number of worker processes")
-    option("--spares", least=0, default=0, metavar="N", help="more workers, each ready to replace a lost one (default 0)")
+    option("--spares", least=0, default=0, metavar="N", help="further workers that replace lost ones (default 0)")
     option(
         "--raw",
         action="store_true",

@@ -20,7 +20,7 @@ from paceline.base.environment import SERVERS
 from paceline.base.heartbeat import DONE, LOADED
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
-from paceline.base.text import plural, ranks
+from paceline.base.text import ranks
 from paceline.base.tracebacks import named, short
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess

@@ -314,7 +314,7 @@ class Workers:
         self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
 
     def pin(self, worker: Worker) -> None:
-        """Gives a worker that has entered the team the cores of one that it replaces, unless it has cores of its own."""
+        """Gives a worker that has entered the team the cores of the one that it replaces, unless its own are free."""
         used = [one.cores for one in self.all if one.alive and one.is_member and one is not worker]
         free = [cores for cores in self._pins if cores not in used]
         if worker.cores not in free and free:

@@ -485,10 +485,11 @@ class Coordinator:
             slot.spare = self._is_full
             if not slot.spare and (slot.agent in have or self._paused):
                 roster.waits(number)
+            elif slot.spare and not self.spares.needs_copy(number, roster):
+                continue
             elif at is not None and slot.agent not in served:
-                if not slot.spare or self.spares.needs_copy(number, roster):
-                    coming[number] = at
-                    served.add(slot.agent)
+                coming[number] = at
+                served.add(slot.agent)
         self._note_spares()
         self.version += coming != self.coming
         self.coming = coming

@@ -51,8 +51,8 @@ class SpareWorkers:
         """The number of workers of the full team; without spares there is no limit."""
         if not any(spares for _, spares in self.brought.values()):
             return math.inf
-        present = self.brought.keys() - self.gone - self.leaving
-        return max(self.size, sum(self.brought[agent][0] for agent in present))
+        away = {*self.gone, *self.leaving}
+        return max(self.size, sum(workers for agent, (workers, _) in self.brought.items() if agent not in away))
 
     def is_full(self, roster: Membership) -> bool:
         """Whether the team, with those who are about to enter it or to leave it, has as many workers as it may have."""

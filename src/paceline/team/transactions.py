@@ -229,9 +229,7 @@ class Transactions:
 
     # -- one transaction ----------------------------------------------------------------------------------------
 
-    def attempts(
-        self, spends: str = "script", undo: Callable[[], None] | None = None, admits: bool = False
-    ) -> Attempt:
+    def attempts(self, spends: str = "script", undo: Callable[[], None] | None = None, admits: bool = False) -> Attempt:
         """Begins a transaction whose time goes to the account `spends`, to be used as `Attempt` says. UsageError: a
         newcomer has not been admitted yet.
         """

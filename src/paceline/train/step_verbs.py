@@ -40,8 +40,8 @@ def begin_step(context: StepContext, name: str) -> Step:
 
 
 def attempts(context: StepContext, undo: Callable[[], None] | None = None, admits: bool = False) -> Attempt:
-    """Returns the attempts at a step. If one fails, its effects are undone, and `undo` is called. `admits`: newcomers may
-    enter before it is attempted again.
+    """Returns the attempts at a step. If one fails, its effects are undone, and `undo` is called. `admits`: newcomers
+    may enter before it is attempted again.
     """
 
     def undo_all() -> None:
