@@ -116,7 +116,7 @@ REFUSED = {
     "--workers 4 --plan shard=4": f"--spares 1: all 4 workers together {ALONE} replicas, {MIRROR}",
     "--workers 4 --plan shard=2": "--spares 1: a replica of the plan data=2 shard=2 zero=3 has 2 workers, "
     "which join and leave together; use --spares 2",
-    "--workers 2 --max-restarts 0": "--spares 1 has no effect with --max-restarts 0, with which the loss of "
+    "--workers 2 --max-restarts 0": "--spares 1 has no effect with --max-restarts 0: the loss of "
     "any worker ends the run; leave one of the two out",
     "--workers 2 --shares 2,1": "--spares 1 cannot be combined with --shares, which belong to workers by "
     "their numbers; leave --shares out: shares follow from measured speed",

@@ -18,7 +18,7 @@ def check_spares(options: LaunchOptions) -> None:
     """Checks the options of a run with spares. UsageError: a spare could never take the place of a lost worker."""
     given = f"--spares {options.spares}"
     if not options.max_restarts:
-        what = f"{given} has no effect with --max-restarts 0, with which the loss of any worker ends the run"
+        what = f"{given} has no effect with --max-restarts 0: the loss of any worker ends the run"
         raise UsageError(what, "leave one of the two out")
     if options.shares is not None:
         what = f"{given} cannot be combined with --shares, which belong to workers by their numbers"
