@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from agents import until
 from fault_runs import LONG, STEPS, Ended, Undisturbed, fired, same, train
 from fault_runs import undisturbed as undisturbed
+from host_folders import launched as launched
 from launching import paceline, train_basics
 
 from paceline.base.journal import read_journal
@@ -107,6 +109,37 @@ def test_kill_of_a_spare_does_not_disturb_the_training(tmp_path):
     assert len([e for e in events if e["event"] == "formed" and e["step"] < 6]) == 0, "the team did not form again"
     report = paceline("explain", "out", cwd=tmp_path).stdout
     assert re.search(r"^  spares +\d spare workers? ready at the end; 1 spare worker entered the team$", report, re.M)
+
+
+@pytest.mark.slow
+def test_worker_of_a_spare_host_takes_the_place_of_a_lost_host(launched, tmp_path):
+    """The spare has received the state and the sums of steps beforehand, since nobody else on its host has them."""
+    script = (
+        "from basics import make, data\n"
+        "t = make(plan='exact micro=2')\n"
+        "for report in t.steps(data, count=300):\n"
+        "    time.sleep(0 if os.path.exists('../go') else 0.1)\n"
+        "t.export('../{}.safetensors')\n"
+    )
+    process = launched.start(dict.fromkeys("abc", script.format("lost")), spare="c")
+    folder = tmp_path / "a" / "run"
+    events = lambda kind: [event for event in read_journal(folder) if event["event"] == kind]
+    until(lambda: folder.exists() and any(len(event["workers"]) == 1 for event in events("spares")))
+    until(lambda: any(len(event["workers"]) == 2 for event in events("formed")))
+    (tmp_path / "b" / "down").touch()
+    for one in [one for one in launched.ours() if (one.info["cwd"] or "").startswith(str(tmp_path / "b"))]:
+        one.kill()
+    until(lambda: any(event["enter"] for event in events("spares")) and len(events("formed")[-1]["workers"]) == 2)
+    (tmp_path / "go").touch()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    (spare,) = [number for event in events("spares") for number in event["enter"]]
+    assert events("formed")[-1]["workers"] == [0, spare]
+    gives = [event for event in events("gives") if event["worker"] == spare][-1]
+    assert gives["bytes"] < gives["whole"], "nothing had gone ahead"
+    alone = launched.start({"d": script.format("calm")})
+    assert alone.wait(timeout=120) == 0
+    assert (tmp_path / "lost.safetensors").read_bytes() == (tmp_path / "calm.safetensors").read_bytes()
 
 
 ALONE = "have the only copy of the state, and no spare can continue if it is lost; use at least two"

@@ -206,8 +206,9 @@ class Workers:
         self._cold: set[str] = set()  # the reasons for cold starts that were printed
         given = worker_environment() | dict(options.environment)
         cores = sorted(os.sched_getaffinity(0))
-        self._variables, self._pins, self.done = surround(options.workers, given, cores)
-        self.doubts = doubts(options.workers, given, cores)
+        count = options.workers or options.spares
+        self._variables, self._pins, self.done = surround(count, given, cores)
+        self.doubts = doubts(count, given, cores)
 
     @property
     def now(self) -> dict[int, Worker]:

@@ -92,7 +92,7 @@ class Coordinator:
         self._admits = False  # whether the announced generation is followed at once by one with newcomers
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
         self._placement = ServerPlacement(self.slots, self.gone, self.leaving)
-        self.spares = SpareWorkers(self.slots, self.gone, self.leaving, len(self.first))
+        self.spares = SpareWorkers(self.slots, len(self.first))
         self.awaited: dict[str, tuple[float, str]] = {}  # silent agents: until when they are waited for, and why
 
     # ---- agents
@@ -106,7 +106,7 @@ class Coordinator:
         An agent may join again. `standby` is the address of the coordinator that this agent runs or may run later.
         """
         self.logs[agent], self.standbys[agent] = logs, standby
-        self.spares.brought[agent] = count - spares, spares
+        self.spares.bring(agent, count - spares, spares, self.gone | self.leaving)
         self.gone.discard(agent)
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}

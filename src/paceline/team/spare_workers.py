@@ -36,23 +36,27 @@ def refuse_spares(plan: Plan, workers: int, spares: int) -> None:
 class SpareWorkers:
     """Counts the workers that the team has and may have.
 
-    A run begins with `size` workers. `brought` has, by agent, how many workers the agent brings to the team, and how
-    many spares. Agents that are `gone` or `leaving` bring no workers.
+    A run begins with `size` workers. `brought` has, by agent, how many workers the agent has brought to the team, and
+    how many spares.
     """
 
     slots: Mapping[int, WorkerSlot]
-    gone: Collection[str]
-    leaving: Collection[str]
     size: int = 1
     brought: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    def bring(self, agent: str, workers: int, spares: int, away: Collection[str]) -> None:
+        """Takes note of an agent that joins. It replaces earlier ones of its host that are `away`."""
+        host = agent.partition(" ")[0]
+        for other in [one for one in self.brought if one in away and one.partition(" ")[0] == host]:
+            del self.brought[other]
+        self.brought[agent] = workers, spares
+
     @property
     def full_size(self) -> float:
-        """The number of workers of the full team; without spares there is no limit."""
+        """The number of workers of the full team; without spares there is no limit. Those of lost hosts count."""
         if not any(spares for _, spares in self.brought.values()):
             return math.inf
-        away = {*self.gone, *self.leaving}
-        return max(self.size, sum(workers for agent, (workers, _) in self.brought.items() if agent not in away))
+        return max(self.size, sum(workers for workers, _ in self.brought.values()))
 
     def is_full(self, roster: Membership) -> bool:
         """Whether the team, with those who are about to enter it or to leave it, has as many workers as it may have."""

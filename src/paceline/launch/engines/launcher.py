@@ -208,7 +208,7 @@ class Launcher:
         message = read_message(line, AGENT_MESSAGES.get(str(kind), dict[str, Any]), source)
         if kind == "ready":
             workers = host.spec.workers or self._job.workers
-            job = {"options": self._job.options, "workers": workers, "token": self._token}
+            job = {"options": self._job.options, "workers": workers, "token": self._token, "spare": host.spec.spare}
             job |= {"files": len(self._job.files), "call": len(self._job.call), "tunnel": self._engine.way(host.spec)}
             self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
         elif kind == "like":
