@@ -94,8 +94,8 @@ def parse_hosts(text: str) -> list[Host]:
     """
     hosts = []
     for word in text.split(","):
-        told = word.removesuffix(":spare")
-        name, _, count = told.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", told) else (told, "", "")
+        host = word.removesuffix(":spare")
+        name, _, count = host.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", host) else (host, "", "")
         if not name or name.startswith("-") or re.search(r"\s", name) or in_one_line(name) != name or count == "0":
             raise UsageError(f"{shown(word)} is not a host", "use names that ssh accepts, like --hosts a,b:2,user@c")
         hosts.append(Host(name, int(count) if count else None, word.endswith(":spare")))
