@@ -318,7 +318,7 @@ class Workers:
         """Gives a worker that has entered the team the cores of the one that it replaces, unless its own are free."""
         used = [one.cores for one in self.all if one.alive and one.is_member and one is not worker]
         free = [cores for cores in self._pins if cores not in used]
-        if worker.cores not in free and free:
+        if worker.cores not in free and free and not worker.serves:
             worker.cores = free[0]
             pin_threads(worker.process.pid, worker.cores)
 

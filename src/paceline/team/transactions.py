@@ -334,10 +334,14 @@ class Transactions:
         if self._group.mesh.replica > 1 or not self.ahead:  # its shard of the state is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
-            taker = StateReceiver(self.world.store[0], self._key)
-            self.world.tell("waiting", at=taker.at)
-            with HEARTBEAT.waiting():
-                self._followed = taker.follow(self.state_owner, self._first, partial(self.world.tell, "current"))
+            while True:  # once more in each generation that a spare does not belong to
+                taker = StateReceiver(self.world.store[0], self._key)
+                self.world.tell("waiting", at=taker.at)
+                with HEARTBEAT.waiting():
+                    self._followed |= taker.follow(self.state_owner, self._first, partial(self.world.tell, "current"))
+                if self.worker in (order := self.orders.wait(self.number)).members:
+                    break
+                self.number = order.number
         self._form(None, None)
         self.waiting = False
 
