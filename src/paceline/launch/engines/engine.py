@@ -103,7 +103,8 @@ def parse_hosts(text: str) -> list[Host]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the host {shown(twice)} is given twice", f"use {twice}:2 for two workers on it")
     if hosts[0].spare:
-        raise UsageError(f"the first host, {shown(names[0])}, cannot be a spare: it starts the run", "list another host first")
+        what = f"the first host, {shown(names[0])}, cannot be a spare: it starts the run"
+        raise UsageError(what, "list another host first")
     return hosts
 
 
