@@ -12,7 +12,10 @@ from fault_runs import undisturbed as undisturbed
 from host_folders import launched as launched
 from launching import paceline, train_basics
 
-from paceline.base.journal import read_journal
+from paceline.base.journal import Journal, read_journal
+from paceline.observe.metrics import METRICS
+from paceline.observe.summary import Summary, facts
+from paceline.observe.team_table import describe_team, happened, members
 
 WAIT = "wait:0@3.loading"  # until the spares are ready
 EXACT = "micro=2 exact"
@@ -109,6 +112,29 @@ def test_kill_of_a_spare_does_not_disturb_the_training(tmp_path):
     assert len([e for e in events if e["event"] == "formed" and e["step"] < 6]) == 0, "the team did not form again"
     report = paceline("explain", "out", cwd=tmp_path).stdout
     assert re.search(r"^  spares +\d spare workers? ready at the end; 1 spare worker entered the team$", report, re.M)
+
+
+def test_spares_are_in_the_table_of_workers_the_report_and_the_metrics(tmp_path):
+    journal = Journal(tmp_path)
+    journal.write("start", workers=2, hosts=1, plan="data=2")
+    for worker in range(3):
+        journal.write("worker", worker=worker, life=0, host="node7", pid=1 + worker, what="started")
+    journal.write("spares", workers=[2], enter=[], step=0)
+    journal.flush()
+    summary = Summary(tmp_path)
+    assert [(one.worker, one.state) for one in members(summary)] == [("0", "up"), ("1", "up"), ("2", "spare")]
+    assert describe_team(members(summary)).startswith("3 workers, 2 up, 1 spare")
+    (metric,) = [metric for metric in METRICS if metric.name == "paceline_spare_workers"]
+    assert [*metric.values(summary)] == [(("", ""), 1.0)]
+    journal.write("lost", workers=[1], why="was killed by SIGKILL", step=3)
+    journal.write("spares", workers=[], enter=[2], step=3)
+    journal.write("formed", number=2, workers=[0, 2], step=3, seconds=0.1)
+    journal.close()
+    summary = Summary(tmp_path)
+    assert [(one.worker, one.state) for one in members(summary)] == [("0", "up"), ("1", "lost"), ("2", "up")]
+    spares = "0 spare workers ready at the end; 1 spare worker entered the team"
+    assert ("spares", spares) in facts(summary)["What happened"]
+    assert "spare worker 2 enters the team" in [text for _, text in happened(summary)]
 
 
 @pytest.mark.slow
