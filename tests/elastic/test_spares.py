@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from agents import until
 from fault_runs import LONG, STEPS, Ended, Undisturbed, fired, same, train
+from fault_runs import calm as calm
 from fault_runs import undisturbed as undisturbed
 from host_folders import launched as launched
 from launching import paceline, train_basics
@@ -195,3 +196,15 @@ def test_run_refuses_spares_that_could_never_help(options, tmp_path):
 def test_plan_of_the_script_refuses_spares_that_could_never_help(tmp_path):
     done = train_basics(tmp_path, "list(make(plan='shard=2').steps(data))\n", 4, "--spares", "1", code=2)
     assert "--spares 1: a replica of the plan data=2 shard=2 zero=3 has 2 workers" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["server=1", "local=3 every=2"])
+def test_spare_takes_the_place_of_a_worker_of_other_plans(words, calm, tmp_path):
+    """To rounding, as without spares; a round or an asynchronous window ends before the spare enters."""
+    plan = f"micro=4 {words}"
+    ended = train(tmp_path, 3, LONG, f"{WAIT},kill:1@5.backward", 'journal.jsonl "formed" 2', plan=plan, spares=1)
+    assert fired(ended) == {WAIT, "kill:1@5.backward"}
+    assert [team for team, _ in formed(ended)] == [[0, 2], [0, 2, 3]]
+    if "server" in words:
+        calm.meets(ended, LONG)
