@@ -482,7 +482,7 @@ class Coordinator:
             if number in roster.waiting:
                 have.add(slot.agent)
                 continue
-            slot.spare = self._is_full
+            slot.spare = self._is_full(number)
             if not slot.spare and (slot.agent in have or self._paused):
                 roster.waits(number)
             elif slot.spare and not self.spares.needs_copy(number, roster):
@@ -494,11 +494,10 @@ class Coordinator:
         self.version += coming != self.coming
         self.coming = coming
 
-    @property
-    def _is_full(self) -> bool:
-        """Whether newcomers have to wait as spares: the team is full, or is about to end."""
+    def _is_full(self, number: int) -> bool:
+        """Whether a newcomer has to wait as a spare: the team is full, or is about to end."""
         ends = self.stop or any(slot.report.ended for slot in self.slots.values())
-        return self.spares.full_size < math.inf and (ends or self.spares.is_full(self.roster))
+        return self.spares.full_size < math.inf and (ends or self.spares.is_full(number, self.roster))
 
     def _note_spares(self) -> None:
         """Journals which spares are ready if that has changed, and names new ones on the console."""

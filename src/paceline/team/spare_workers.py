@@ -58,16 +58,31 @@ class SpareWorkers:
             return math.inf
         return max(self.size, sum(workers for workers, _ in self.brought.values()))
 
-    def is_full(self, roster: Membership) -> bool:
-        """Whether the team, with those who are about to enter it or to leave it, has as many workers as it may have."""
-        remaining = {*roster.members} - roster.leaving_replicas
-        return len(remaining | {*roster.waiting}) >= self.full_size
+    def is_full(self, number: int, roster: Membership) -> bool:
+        """Whether the team, with those who are about to enter it or to leave it, has no room for a newcomer. Workers of
+        hosts without spares that start for the first time come before spares of other hosts.
+        """
+        taken = ({*roster.members} - roster.leaving_replicas) | {*roster.waiting}
+        if self.slots[number].agent not in self._without_spares:
+            taken |= {n for n, slot in self.slots.items() if self._starts(slot) and n < SERVERS}
+        return len(taken) >= self.full_size
+
+    @property
+    def _without_spares(self) -> set[str]:
+        return {agent for agent, (_, spares) in self.brought.items() if not spares}
+
+    def _starts(self, slot: WorkerSlot) -> bool:
+        return slot.newcomer and slot.alive and slot.life == 0 and slot.agent in self._without_spares
 
     def is_spare(self, number: int, roster: Membership) -> bool:
         """Whether a worker is no member, and would have to wait as a spare if it were ready now."""
         slot = self.slots[number]
         comes = slot.newcomer and number not in roster.waiting and number not in roster.members
-        return comes and number < SERVERS and (self.brought.get(slot.agent, (1, 0))[0] == 0 or self.is_full(roster))
+        return (
+            comes
+            and number < SERVERS
+            and (self.brought.get(slot.agent, (1, 0))[0] == 0 or self.is_full(number, roster))
+        )
 
     def order(self, newcomers: Iterable[int], roster: Membership, ready: Collection[int]) -> list[int]:
         """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly, and of
