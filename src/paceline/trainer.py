@@ -237,7 +237,9 @@ class Trainer(TrainerLogging):
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
         run.memory.report(run.team.world, run.script)
-        reporter.describe_model(self._number, {**size, "held": self.needs()[0][1]})
+        reporter.describe_model(
+            self._number, {**size, "held": cost(self.plan, facts_of(job), run.team.world.size).held}
+        )
         start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
