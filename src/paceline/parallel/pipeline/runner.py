@@ -29,9 +29,10 @@ from paceline.parallel.pipeline.stage import Pipeline
 KEPT, FIRST = 8, 16
 _FULL, _BY_BLOCK = "whole", "by block"  # how one worker computes a micro-batch of the full model
 _RESULTS = (
-    "return everything that the loss or later layers need from the blocks: values that a block or a hook inside it "
-    "stores in a list or an attribute stay on that block's worker; and do not sum over the model's parameters in the "
-    "forward or loss (use weight_decay= of the optimizer for a penalty); or leave pipeline= out"
+    "return everything that the loss or later layers need from the blocks: values that a block stores in a list or an "
+    "attribute stay on that block's worker, and so do those that the loss takes from a hook; and do not sum over "
+    "the model's parameters in the forward or loss (use weight_decay= of the optimizer for a penalty); or leave "
+    "pipeline= out"
 )
 
 
