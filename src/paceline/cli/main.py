@@ -436,6 +436,12 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
     _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
+    option(
+        "--exclude-after",
+        least=1,
+        metavar="K",
+        help="leave a host out after K failures within seven days, if other hosts can go on (default: never)",
+    )
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
     option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")

@@ -25,6 +25,7 @@ from paceline.base.environment import (
     address_towards,
     gloo_interface,
     gpus,
+    host_name,
     memory_free,
     nodes_by_launcher,
     reached_at,
@@ -34,6 +35,8 @@ from paceline.base.environment import (
 )
 from paceline.base.text import plural, size_of
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.host_health import Gpus, counters
+from paceline.launch.host_history import HostHistory
 
 SHM = Path("/dev/shm")
 LEAST_SHM = 1 << 30  # bytes below which a note is given
@@ -62,6 +65,7 @@ def checkup(folder: Path) -> Iterator[Finding]:
     for look in (_versions, _cores, _memory, _room, _copy, _graphics, _address, _files):
         yield from look()
     yield from _disk(folder)
+    yield from _errors()
     yield from _start()
 
 
@@ -236,6 +240,22 @@ def _disk(folder: Path) -> Iterator[Finding]:
     free = size_of(shutil.disk_usage(existing_folder).free)
     what = f"{free} free in {existing_folder}, a flush takes {1000 * took:.0f} ms"
     yield Finding(what, note="writing checkpoints will be slow" if took > SLOW else "")
+
+
+def _errors() -> Iterator[Finding]:
+    """What the kernel and the driver have counted, and what this host remembers of earlier runs."""
+    found = [counter for counter in (*counters(), *Gpus().counters()) if counter.count]
+    for counter in found:
+        cure = "test this host before you use it" if counter.fatal else ""
+        yield Finding(f"{counter.what}: {counter.count} since this host started", cure, "watch whether there are more")
+    if not found:
+        yield Finding("no errors of memory, disks or GPUs were counted since this host started")
+    history = HostHistory()
+    failures, lines = history.failures, [*history.lines()]
+    if lines:
+        more = "".join(f"\n      {line.strip()}" for line in lines[1:])
+        where = f"remove {history.path} once the host is repaired{more}"
+        yield Finding(f"{host_name()} remembers {lines[0]}", note=where if failures else more.strip() or where)
 
 
 def _start() -> Iterator[Finding]:
