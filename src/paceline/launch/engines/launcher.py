@@ -30,6 +30,7 @@ from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
+from paceline.team.host_failures import LEFT_OUT
 
 BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
 ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
@@ -87,6 +88,8 @@ class _Host:
     end: End | None = None
     due: float = math.inf  # when it is started again
     pause: float = 0.0
+    losses: int = 0  # how often it was lost after it had joined the run
+    replaces: str = ""  # the host that was left out, if it replaces one
 
     @property
     def over(self) -> bool:
@@ -240,13 +243,33 @@ class Launcher:
         self._forget(host, process)
         host.end = self._engine.end(host.spec, host.code, host.last)
         self._engine.stop(host.spec)
-        if host.first or not (host.end and host.end.passing) or self.stop_signal is not None:
+        host.losses += host.begun and host.end is not None and host.end.passing
+        if host.first or self.stop_signal is not None:
+            return
+        if host.code == LEFT_OUT or host.losses >= (self._job.options.get("exclude_after") or math.inf):
+            self._replace(host)
+            return
+        if not (host.end and host.end.passing):
+            if host.replaces and not host.ordered:
+                why = host.last or f"exit code {host.code}"
+                self._say(f"{self._engine.name} has not provided a host instead of {host.replaces} ({why})")
             return
         if not host.pause:
             when = "was lost" if host.ordered else "does not answer"
             self._say(f"{host.spec.name} {when} ({host.end.text}); Paceline retries until it answers")
         host.pause = min(LATEST, 2 * host.pause) or AGAIN
         host.due = time.monotonic() + host.pause
+
+    def _replace(self, host: _Host) -> None:
+        """Asks the engine for another host instead of one that is left out."""
+        name, engine = host.spec.name, self._engine.name
+        spec = None if self._hosts[0].over else self._engine.another(host.spec)
+        if spec is None:
+            self._say(f"{name} is left out, and {engine} has no other host for this run")
+            return
+        self._say(f"{name} is left out; {engine} was asked for another host")
+        self._hosts.append(_Host(spec, first=False, replaces=name))
+        self._start(self._hosts[-1])
 
     def _close(self, host: _Host) -> None:
         """Kills the local process of a host. Its agent sees the end of its input, and ends too."""

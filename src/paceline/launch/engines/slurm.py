@@ -6,6 +6,7 @@ requeued, and continues in the same run folder. No torch.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -25,6 +26,7 @@ from paceline.launch.engines.remote_agent import STOPPED
 
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit
+CONNECTION = ("SLURM_CONF", "SLURM_JWT")  # variables by which commands find Slurm, and not a job
 LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
 
 
@@ -35,27 +37,44 @@ def _ask(*command: str) -> str:
 
 
 class Slurm(Engine):
-    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script."""
+    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script. `asked`:
+    the options with which Slurm was asked for the nodes. Nodes that replace others come from jobs of their own.
+    """
 
     name = "slurm"
 
-    def __init__(self, hosts: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool, asked: Sequence[str]
+    ) -> None:
         super().__init__(hosts, given)
-        self._job, self._batch = job, batch
+        self._job, self._batch, self._asked = job, batch, list(asked)
+        self._avoided = [host.name for host in hosts]  # nodes that are of the run, or were
+        self._further: dict[str, str] = {}  # names of the jobs of further nodes, by host
         if restarts:
             say(f"job {job} continues: restart {restarts}")
 
     def command(self, host: Host) -> list[str]:
         """Runs one task with srun on the host, at the same time as the other steps of the job."""
-        one_task = [
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={host.name}",
-            "--overlap",
-            "--cpu-bind=none",
-            "--unbuffered",
-        ]
-        return ["srun", *one_task, "--job-name=paceline", *self.given, "sh"]
+        one_task = ["--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
+        if (name := self._further.get(host.name)) is None:
+            return ["srun", *one_task, f"--nodelist={host.name}", "--overlap", "--job-name=paceline", *self.given, "sh"]
+        # Without the variables of our own job, srun asks for another one.
+        ours = [f"--unset={name}" for name in os.environ if name.startswith("SLURM_") and name not in CONNECTION]
+        avoided = f"--exclude={','.join(self._avoided)}"
+        return ["env", *ours, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
+
+    def another(self, host: Host) -> Host | None:
+        """Asks Slurm for a job of one node, which is none of those that the run has or had."""
+        if (name := self._further.get(host.name)) is not None:
+            self._avoided += _ask("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%N").split()
+        new = Host(f"further-{len(self._further) + 1}", host.workers)
+        self._further[new.name] = f"paceline-{self._job}-{new.name}"
+        return new
+
+    def stop(self, host: Host) -> None:
+        """Ends the job of a further node, which Slurm keeps if srun was killed."""
+        if (name := self._further.get(host.name)) is not None:
+            _ask("scancel", f"--name={name}")
 
     def missing(self, host: Host) -> str:
         """The node's state and its reason, as sinfo prints them."""
@@ -92,8 +111,8 @@ def allocation(given: Sequence[str]) -> Slurm | None:
     nodes = _ask("scontrol", "show", "hostnames", job.nodes).split()
     if not nodes:
         raise LaunchError(f"the nodes of job {job.number} are not known", "check `scontrol show hostnames`")
-    given = [] if job.batch else given  # sbatch has used them already
-    return Slurm([Host(node) for node in nodes], given, job.number, job.restarts, job.batch)
+    used = [] if job.batch else given  # sbatch has used them already
+    return Slurm([Host(node) for node in nodes], used, job.number, job.restarts, job.batch, given)
 
 
 def directive(word: str) -> str:
