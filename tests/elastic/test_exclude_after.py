@@ -64,7 +64,10 @@ def test_host_is_left_out_after_its_second_failure() -> None:
         "host": "host-b", "text": reasons, "workers": [2, 3],
     }  # fmt: skip
     assert play.coordinator.orders("b")["excluded"] == reasons
-    assert [text for _, text in play.coordinator.orders("b")["failures"]] == [f"worker 2 {KILLED}", f"worker 3 {KILLED}"]
+    assert [text for _, text in play.coordinator.orders("b")["failures"]] == [
+        f"worker 2 {KILLED}",
+        f"worker 3 {KILLED}",
+    ]
     assert play.coordinator.orders("a")["excluded"] == ""
     assert play.coordinator.refuses("b again", "host-b", ()) == reasons
 
@@ -176,7 +179,9 @@ def test_kill_of_two_workers_leaves_their_host_out(
     kept = tmp_path / "cache" / "paceline" / "hosts" / "nowhere-2.jsonl"
     assert [json.loads(line)["kind"] for line in kept.read_text().splitlines()] == [FAILURE, FAILURE]
     said = paceline("doctor", cwd=tmp_path, **here.variables, PACELINE_HOST="nowhere-2").stdout
-    assert f"note  nowhere-2 remembers {reasons} in the last seven days: remove {kept} once the host is repaired" in said
+    assert (
+        f"note  nowhere-2 remembers {reasons} in the last seven days: remove {kept} once the host is repaired" in said
+    )
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_manifest_of_pods_rights_and_failure_policy(tmp_path: Path) -> None:
     ignored, stopped, failed = spec["podFailurePolicy"]["rules"]
     assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     assert (stopped["action"], stopped["onExitCodes"]["values"]) == ("Ignore", [75])
-    assert (failed["action"], failed["onExitCodes"]["values"]) == ("FailJob", [75, 137, 143])
+    assert (failed["action"], failed["onExitCodes"]["values"]) == ("FailJob", [75, 137, 143, 79])
     assert (failed["onExitCodes"]["operator"], spec["backoffLimit"]) == ("NotIn", 4)
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]

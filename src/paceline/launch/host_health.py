@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,12 @@ class Trouble(NamedTuple):
     text: str
 
 
-class Counter(NamedTuple):
+class ErrorCounter(NamedTuple):
     """A number of errors since the host started. `fatal`: one is enough to distrust the host."""
 
     kind: str
     what: str
-    count: int
+    errors: int
     fatal: bool = False
 
 
@@ -47,19 +48,19 @@ def _number(path: Path) -> int:
     return 0
 
 
-def counters(root: Path = Path("/")) -> Iterator[Counter]:
+def counters(root: Path = Path("/")) -> Iterator[ErrorCounter]:
     """The kernel's counters of errors. `root` is the folder that has /sys."""
     for controller in sorted(root.glob("sys/devices/system/edac/mc/mc[0-9]*")):
         name = controller.name
-        yield Counter("memory", f"corrected memory errors of {name}", _number(controller / "ce_count"))
-        yield Counter("memory", f"uncorrected memory errors of {name}", _number(controller / "ue_count"), True)
+        yield ErrorCounter("memory", f"corrected memory errors of {name}", _number(controller / "ce_count"))
+        yield ErrorCounter("memory", f"uncorrected memory errors of {name}", _number(controller / "ue_count"), True)
     throttled = [*root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/core_throttle_count")]
     if throttled:
-        yield Counter("processor", "slowdowns of the processor because of heat", sum(map(_number, throttled)))
+        yield ErrorCounter("processor", "slowdowns of the processor because of heat", sum(map(_number, throttled)))
     for path in sorted(root.glob("sys/block/*/device/ioerr_cnt")):
-        yield Counter("disk", f"I/O errors of {path.parts[-3]}", _number(path))
+        yield ErrorCounter("disk", f"I/O errors of {path.parts[-3]}", _number(path))
     for path in sorted(root.glob("sys/fs/ext4/*/errors_count")):
-        yield Counter("disk", f"errors of the file system on {path.parts[-2]}", _number(path), True)
+        yield ErrorCounter("disk", f"errors of the file system on {path.parts[-2]}", _number(path), True)
 
 
 class Gpus:
@@ -92,19 +93,19 @@ class Gpus:
         except (AttributeError, self._nvml.NVMLError):
             return None
 
-    def counters(self) -> Iterator[Counter]:
+    def counters(self) -> Iterator[ErrorCounter]:
         """Memory, link and bus errors since the driver was loaded."""
         for number, handle in enumerate(self._handles):
             for kind, title in enumerate(("corrected", "uncorrected")):
                 count = self._ask("nvmlDeviceGetTotalEccErrors", handle, kind, 0)
                 if count is not None:
-                    yield Counter("GPU", f"{title} memory errors of GPU {number}", int(count), bool(kind))
+                    yield ErrorCounter("GPU", f"{title} memory errors of GPU {number}", int(count), bool(kind))
             if (count := self._ask("nvmlDeviceGetPcieReplayCounter", handle)) is not None:
-                yield Counter("GPU", f"repeated transfers over the bus of GPU {number}", int(count))
-            links = [self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, kind)
-                     for link in range(getattr(self._nvml, "NVML_NVLINK_MAX_LINKS", 0)) for kind in range(4)]  # fmt: skip
-            if any(count is not None for count in links):
-                yield Counter("GPU", f"NVLink errors of GPU {number}", sum(int(count or 0) for count in links))
+                yield ErrorCounter("GPU", f"repeated transfers over the bus of GPU {number}", int(count))
+            kinds = product(range(getattr(self._nvml, "NVML_NVLINK_MAX_LINKS", 0)), range(4))
+            links = [self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, *kind) for kind in kinds]
+            if known := [int(count) for count in links if count is not None]:
+                yield ErrorCounter("GPU", f"NVLink errors of GPU {number}", sum(known))
 
     def states(self) -> Iterator[tuple[str, str]]:
         """By a name: what slows GPUs down now, and errors of the driver (XID) since the last look."""
@@ -127,20 +128,20 @@ class HostHealth:
     ) -> None:
         self._folder, self._offset, self._root = folder, offset, root
         self._gpus = Gpus()
-        self._known = {counter.what: counter.count for counter in self._counters()}
+        self._known = {counter.what: counter.errors for counter in self._counters()}
         self._reported: dict[str, float] = {}  # monotonic seconds, by what was reported
         self._ahead = time.time() - time.monotonic()
 
-    def _counters(self) -> Iterator[Counter]:
+    def _counters(self) -> Iterator[ErrorCounter]:
         yield from counters(self._root)
         yield from self._gpus.counters()
 
     def look(self) -> Iterator[Trouble]:
         """What is new since the last look. The same trouble is reported at most once a minute."""
         for counter in self._counters():
-            more = counter.count - self._known.setdefault(counter.what, counter.count)
+            more = counter.errors - self._known.setdefault(counter.what, counter.errors)
             if more > 0 and self._is_news(counter.what):
-                self._known[counter.what] = counter.count
+                self._known[counter.what] = counter.errors
                 yield Trouble(time.time(), counter.kind, f"{counter.what}: {more} more")
         for name, text in self._gpus.states():
             if self._is_news(name):
@@ -159,7 +160,9 @@ class HostHealth:
         ahead = time.time() - time.monotonic()
         jump, self._ahead = ahead - self._ahead, ahead
         if abs(jump) > JUMP:
-            yield Trouble(time.time(), "clock", f"the clock was set {abs(jump):.1f} s {'ahead' if jump > 0 else 'back'}")
+            yield Trouble(
+                time.time(), "clock", f"the clock was set {abs(jump):.1f} s {'ahead' if jump > 0 else 'back'}"
+            )
         offset, error = self._offset() or (0.0, 0.0)
         if abs(offset) - error > APART and self._is_news("clock"):
             way = "behind" if offset > 0 else "ahead of"

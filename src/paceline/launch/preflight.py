@@ -244,11 +244,11 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 def _errors() -> Iterator[Finding]:
     """What the kernel and the driver have counted, and what this host remembers of earlier runs."""
-    found = [counter for counter in (*counters(), *Gpus().counters()) if counter.count]
-    for counter in found:
+    counted = [counter for counter in (*counters(), *Gpus().counters()) if counter.errors]
+    for counter in counted:
         cure = "test this host before you use it" if counter.fatal else ""
-        yield Finding(f"{counter.what}: {counter.count} since this host started", cure, "watch whether there are more")
-    if not found:
+        yield Finding(f"{counter.what}: {counter.errors} since this host started", cure, "watch whether there are more")
+    if not counted:
         yield Finding("no errors of memory, disks or GPUs were counted since this host started")
     history = HostHistory()
     failures, lines = history.failures, [*history.lines()]

@@ -508,10 +508,11 @@ def _verified(events: list[Event]) -> str:
     return plural(len(events), "step") + (f", {again} of them computed again" if again else "") if events else ""
 
 
-def _of_hosts(events: list[Event]) -> Rows:
-    """The failures and troubles of each host, and why hosts were left out."""
+def _of_hardware(s: Summary) -> Rows:
+    """Verified steps and wrong values, the failures and troubles of each host, and why hosts were left out."""
+    wrong = [("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted]
     troubles: dict[str, Counter[str]] = {}
-    for event in events:
+    for event in s.host_events:
         if event["event"] == "host":
             troubles.setdefault(event["host"], Counter())[f"{event['kind']}: {event['text']}"] += 1
     times = {1: "", 2: " (twice)"}
@@ -519,8 +520,13 @@ def _of_hosts(events: list[Event]) -> Rows:
         (f"host {host}", "; ".join(text + times.get(count, f" ({count} times)") for text, count in [*known.items()]))
         for host, known in troubles.items()
     ]
-    left_out = [event for event in events if event["event"] == "excluded"]
-    return [*rows, *(("left out", f"{event['host']}, after {event['text']}") for event in left_out)]
+    left_out = [event for event in s.host_events if event["event"] == "excluded"]
+    return [
+        ("verified", _verified(s.verified)),
+        *wrong,
+        *rows,
+        *(("left out", f"{event['host']}, after {event['text']}") for event in left_out),
+    ]
 
 
 def _late(events: list[Event]) -> str:
@@ -670,9 +676,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
-            ("verified", _verified(s.verified)),
-            *(("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted),
-            *((name, text) for name, text in _of_hosts(s.host_events)),
+            *_of_hardware(s),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),

@@ -6,7 +6,6 @@ requeued, and continues in the same run folder. No torch.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import Passing, in_one_line, say, shown
-from paceline.base.environment import slurm_job, worker_environment
+from paceline.base.environment import outside_of_slurm, slurm_job, worker_environment
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import End, Engine, Host, split_options
 from paceline.launch.engines.launcher import HostJob
@@ -26,7 +25,6 @@ from paceline.launch.engines.remote_agent import STOPPED
 
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit
-CONNECTION = ("SLURM_CONF", "SLURM_JWT")  # variables by which commands find Slurm, and not a job
 LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
 
 
@@ -37,8 +35,8 @@ def _ask(*command: str) -> str:
 
 
 class Slurm(Engine):
-    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script. `asked`:
-    the options with which Slurm was asked for the nodes. Nodes that replace others come from jobs of their own.
+    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script.
+    `asked`: the options with which Slurm was asked for the nodes. Nodes that replace others come from jobs of their own.
     """
 
     name = "slurm"
@@ -58,10 +56,8 @@ class Slurm(Engine):
         one_task = ["--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
         if (name := self._further.get(host.name)) is None:
             return ["srun", *one_task, f"--nodelist={host.name}", "--overlap", "--job-name=paceline", *self.given, "sh"]
-        # Without the variables of our own job, srun asks for another one.
-        ours = [f"--unset={name}" for name in os.environ if name.startswith("SLURM_") and name not in CONNECTION]
-        avoided = f"--exclude={','.join(self._avoided)}"
-        return ["env", *ours, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
+        avoided, unset = f"--exclude={','.join(self._avoided)}", map("--unset={}".format, outside_of_slurm())
+        return ["env", *unset, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
 
     def another(self, host: Host) -> Host | None:
         """Asks Slurm for a job of one node, which is none of those that the run has or had."""
