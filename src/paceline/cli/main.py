@@ -150,7 +150,7 @@ FAR = (
     *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
     *("labels", "annotations", "node_selector", "tolerations", "queue", "pull_secrets", "volumes", "priority_class"),
-    *("workers_per_host", "listen", "dry_run", *INSIDE),
+    *("workers_per_host", "listen", "dry_run", "no_preflight", *INSIDE),
 )
 
 
@@ -653,6 +653,7 @@ def _far(option: Callable[..., Any], engine: str) -> None:
             help="address at which the others reach the first host (default: found automatically)",
         )
         _served(option, "from the first host")
+        option("--no-preflight", action="store_true", help="begin without measuring and comparing the hosts")
     _inside(option, engine, default_python, default_folder)
     option("--dry-run", action="store_true", help="print what would be started, without starting it")
     option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")

@@ -73,7 +73,7 @@ class Gpus:
         if not gpus():
             return
         try:
-            import pynvml
+            import pynvml  # type: ignore[import-untyped]
         except ImportError:
             return
         try:

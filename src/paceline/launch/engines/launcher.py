@@ -28,6 +28,7 @@ from paceline.base.console import Coloured, Passing, coloured, in_one_line, last
 from paceline.base.schema import read_message
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
+from paceline.launch.engines.preflight_run import Preflight
 from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
 from paceline.team.host_failures import LEFT_OUT
@@ -46,7 +47,7 @@ class HostJob:
     those of `paceline run` (`LaunchOptions`); `files` is an archive that is unpacked on the host; `call` is a pickled
     function that is called instead of a script; `listen` is the address at which the first host listens. `detach`: the
     run goes on without the launcher once all hosts have joined. `wait`: if given, all hosts must answer within this
-    many seconds, otherwise the run does not begin.
+    many seconds, otherwise the run does not begin. `preflight`: hosts are measured and compared before the run begins.
     """
 
     options: Mapping[str, Any]
@@ -59,6 +60,7 @@ class HostJob:
     detach: bool = False
     call: bytes = b""
     wait: float | None = None
+    preflight: bool = False
 
     @property
     def script(self) -> str:
@@ -111,6 +113,10 @@ class Launcher:
         self._checked = self._left = False
         self._late = math.inf  # when to stop waiting for the other hosts
         self._beaten = 0.0
+        self._preflight: Preflight | None = None
+        if job.preflight and len(self._hosts) > 1:
+            self._preflight = Preflight([host.spec.name for host in self._hosts], self._measure, self._say)
+            self._preflight.has_links = engine.way(self._hosts[0].spec) is None
         self.stop_signal: int | None = None
         self.value = bytearray()
 
@@ -212,15 +218,29 @@ class Launcher:
         if kind == "ready":
             workers = host.spec.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token}
-            job |= {"files": len(self._job.files), "call": len(self._job.call), "tunnel": self._engine.way(host.spec)}
+            job |= {
+                "preflight": self._preflight is not None,
+                "files": len(self._job.files),
+                "call": len(self._job.call),
+                "tunnel": self._engine.way(host.spec),
+            }
             self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
         elif kind == "like":
             host.like = message
+        elif kind == "figures" and self._preflight is not None:
+            self._preflight.take(host.spec.name, message)
+        elif kind == "link" and self._preflight is not None:
+            self._preflight.take_link(host.spec.name, message)
         elif kind == "listens":
             address, port = message["address"]
             self._listens, host.begun = f"{address}:{port}", True
         elif kind == "value":
             self.value += base64.b64decode(message["data"])
+
+    def _measure(self, name: str, target: Any) -> None:
+        """Asks a host to measure its link to another one."""
+        host = next(host for host in self._hosts if host.spec.name == name)
+        self._send(host, json.dumps({"measure": target}).encode() + b"\n")
 
     def _order(self, host: _Host) -> None:
         """Tells a host's agent to begin: the first one listens, the others join it."""
@@ -232,6 +252,7 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
+            "slow": self._preflight.found.get(host.spec.name, []) if self._preflight is not None else [],
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
@@ -336,6 +357,9 @@ class Launcher:
             why = (first.end and first.end.text) or self._engine.missing(first.spec) or "no output"
             what = f"the first host {first.spec.name} does not answer ({why}), but it must run the coordinator"
             raise LaunchError(what, "put another host first, or repair this one")
+        answering = [host.spec.name for host in self._hosts if host.like is not None and host.process is not None]
+        if self._preflight is not None and not self._preflight.is_over(answering, now):
+            return
         for host in waiting:
             why = (host.end and host.end.text) or self._engine.missing(host.spec) or "no output"
             if needs_all_hosts:

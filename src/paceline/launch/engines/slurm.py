@@ -36,7 +36,7 @@ def _ask(*command: str) -> str:
 
 class Slurm(Engine):
     """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script.
-    `asked`: the options with which Slurm was asked for the nodes. Nodes that replace others come from jobs of their own.
+    `asked`: the options with which Slurm was asked for the nodes. Nodes that replace others come from further jobs.
     """
 
     name = "slurm"
