@@ -509,24 +509,24 @@ def _verified(events: list[Event]) -> str:
 
 
 def _of_hardware(s: Summary) -> Rows:
-    """Verified steps and wrong values, the failures and troubles of each host, and why hosts were left out."""
+    """Verified steps, wrong values, and what happened to hosts."""
     wrong = [("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted]
+    return [("verified", _verified(s.verified)), *wrong, *of_hosts(s)]
+
+
+def of_hosts(s: Summary) -> Rows:
+    """The failures and troubles of each host, and why hosts were left out."""
     troubles: dict[str, Counter[str]] = {}
     for event in s.host_events:
         if event["event"] == "host":
             troubles.setdefault(event["host"], Counter())[f"{event['kind']}: {event['text']}"] += 1
     times = {1: "", 2: " (twice)"}
     rows = [
-        (f"host {host}", "; ".join(text + times.get(count, f" ({count} times)") for text, count in [*known.items()]))
+        (f"host {host}", "; ".join(text + times.get(count, f" ({count} times)") for text, count in known.items()))
         for host, known in troubles.items()
     ]
-    left_out = [event for event in s.host_events if event["event"] == "excluded"]
-    return [
-        ("verified", _verified(s.verified)),
-        *wrong,
-        *rows,
-        *(("left out", f"{event['host']}, after {event['text']}") for event in left_out),
-    ]
+    excluded = [event for event in s.host_events if event["event"] == "excluded"]
+    return [*rows, *(("left out", f"{event['host']}, after {event['text']}") for event in excluded)]
 
 
 def _late(events: list[Event]) -> str:
