@@ -252,7 +252,7 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
-            "slow": self._preflight.found.get(host.spec.name, []) if self._preflight is not None else [],
+            "slow": self._preflight.slow.get(host.spec.name, []) if self._preflight is not None else [],
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")

@@ -73,7 +73,7 @@ class Preflight:
         self._rounds: Iterator[list[tuple[int, int]]] | None = None
         self._waits: set[tuple[str, str]] = set()  # links that are being measured
         self._links: dict[tuple[str, str], Mapping[str, Any]] = {}
-        self.found: dict[str, list[str]] = {}  # by host: in what it is slow
+        self.slow: dict[str, list[str]] = {}  # by host: in what it is slow
         self._over = False
 
     def take(self, name: str, message: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Preflight:
             if values:
                 texts.append(f"{about.name} {span([*values.values()], about.unit)}")
             for name, text in slow_ones(values, about, least=0.0 if about.larger else 20.0):
-                self.found.setdefault(name, []).append(text)
+                self.slow.setdefault(name, []).append(text)
         rates = {
             f"{one} to {other}": 8e-6 * link["rate"] for (one, other), link in self._links.items() if "rate" in link
         }
@@ -128,9 +128,12 @@ class Preflight:
             texts.append(f"links {span([*rates.values()], 'Mbit/s')}")
         missing = [name for name in self._names if name not in self._figures]
         late = f"; no figures of {', '.join(missing)}" if missing else ""
-        seconds = now - self._began if self._figures else 0.0
+        seconds = now - self._began
+        if not self._figures:
+            self._say(f"no host has sent figures in {seconds:.1f} s")
+            return
         self._say(f"checked {plural(len(self._figures), 'host')} in {seconds:.1f} s: {', '.join(texts)}{late}")
-        for name, reasons in self.found.items():
+        for name, reasons in self.slow.items():
             for reason in reasons:
                 self._say(f"{name} is slow: {reason}")
         for name, text in slow_ones(rates, Measured("speed", "Mbit/s")):
