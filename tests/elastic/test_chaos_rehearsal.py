@@ -49,7 +49,6 @@ def test_chaos_slows_partitions_and_sets_clocks_and_nothing_is_lost(tmp_path):
     rows = done.stdout.splitlines()[2:]
     for (fault, shown), row in zip(OTHERS.items(), rows, strict=False):
         assert re.fullmatch(rf"{re.escape(fault)} +{shown}", row), done.stdout
-    assert "connections between workers were lost: 3 workers go on over new connections" in done.stderr
     assert (tmp_path / "ahead").exists()
     assert "steps    80 steps counted, each exactly once" in rows
     assert any(row.startswith("weights  0.0e+00 apart") for row in rows)
