@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.base.console import in_one_line
 from paceline.base.environment import cache_folder, host_name
 from paceline.base.schema import read_file
 from paceline.base.text import duration, plural
@@ -16,6 +17,7 @@ from paceline.team.host_failures import Failure, describe
 FOLDER = "hosts"  # in the folder of caches, with a file for each host, because hosts may share a home
 LAST = 1000  # lines that are read, the newest ones
 REMEMBERED = 7 * 86_400.0  # seconds for which failures count
+LONGEST = 300  # characters of a text
 SHOWN = 5  # newest entries that `paceline doctor` shows
 FAILURE = "failure"  # the kind of an entry that counts for --exclude-after; other kinds are troubles
 
@@ -45,6 +47,7 @@ class HostHistory:
 
     def add(self, entry: HostEntry) -> None:
         """Adds an entry that is not there yet. Nothing is written if the file cannot be."""
+        entry = entry._replace(text=in_one_line(entry.text)[:LONGEST])
         if entry[:3] in self._entries:
             return
         self._entries[entry[:3]] = entry
