@@ -158,7 +158,10 @@ def _job(job: PodJob) -> Manifest:
             "action": "Ignore",
             "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED, LEFT_OUT]},
         },
-        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [*PASSING]}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": sorted(PASSING)},
+        },
     ]
     spec = {
         "completionMode": "Indexed",
