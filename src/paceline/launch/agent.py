@@ -115,7 +115,6 @@ class Agent:
         # What happens in a rehearsal, or because of injected faults, says nothing about the host.
         is_real = not (options.temporary or options.raw or variable("PACELINE_CHAOS"))
         self._history = HostHistory() if is_real else None
-        self._excluded = ""  # why this host is left out of the run
         self.change: PlanChange | None = None  # of the plan, for which the run stops
         self._watch: PlanWatch | None = None
         if options.chosen is not None and options.chosen.outlook is not None and not options.shares:
@@ -411,7 +410,6 @@ class Agent:
         self._over |= orders["over"]
         for at, text in orders.get("failures", ()):
             self._remember(at, FAILURE, text)
-        self._excluded = orders.get("excluded", "")
         self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._standby_address]
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))

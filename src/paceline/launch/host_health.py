@@ -198,7 +198,8 @@ class HostWatch:
     def _run(self) -> None:
         health = self._health()
         while not self._over.wait(EVERY):
-            self.newest.extend(health.look())
+            with suppress(OSError):  # a file of the kernel that is gone
+                self.newest.extend(health.look())
 
     def take(self) -> list[Trouble]:
         """The troubles since the last call."""

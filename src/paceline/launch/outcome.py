@@ -92,7 +92,7 @@ class RunOutcome:
         if left:
             self._say(f"left the run, which continues without this host\nrejoin with: {self._command()}", always=True)
             return asked
-        if orders.get("excluded") and not orders.get("finished"):
+        if orders.get("excluded") and not (orders.get("finished") or self.first or self.took_over):
             return self.left_out(str(orders["excluded"]))
         well = all(worker.status == 0 for worker in workers) if workers else orders.get("finished", False)
         finished = well and not failing_entries

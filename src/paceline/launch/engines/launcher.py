@@ -428,6 +428,6 @@ class Launcher:
             return STOPPED
         if not first.ordered:
             return 130 if self.stop_signal == signal.SIGINT else STOPPED
-        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, 130)]
+        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, LEFT_OUT, 130)]
         code = others[0] if first.code == 1 and others and others[0] else first.code
         return code if code is not None and code >= 0 else 1
