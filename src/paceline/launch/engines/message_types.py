@@ -37,6 +37,7 @@ ORDER: Any = (
     )
     | None
 )
+SENT: Any = dict[str, Any] | None  # an order, or what follows
 ASKED: Any = form({"measure": At})  # the link to another host
 
 # ---- from a host, by kind of message

@@ -126,10 +126,10 @@ def read_order(line: bytes) -> Any:
     """Reads the launcher's order to begin, or to measure a link; None: the host does not begin. FormatError: it is
     damaged.
     """
-    from paceline.launch.engines.message_types import ASKED, ORDER  # needs msgspec
+    from paceline.launch.engines.message_types import ASKED, ORDER, SENT  # needs msgspec
 
     what = "the order of the launcher"
-    kind = read_json(line, dict[str, Any] | None, what, SAME_VERSION) or {}
+    kind = read_json(line, SENT, what, SAME_VERSION) or {}
     return read_json(line, ASKED if "measure" in kind else ORDER, what, SAME_VERSION)
 
 
