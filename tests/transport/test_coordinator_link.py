@@ -35,6 +35,7 @@ RUN = {
     "min_workers": 1,
     "begin": 1,
     "store": None,
+    "exclude_after": None,
     "same": {},
     "given": dict.fromkeys(GIVEN),
     "served": [None, None, "/run"],

@@ -551,6 +551,18 @@ def offer_nccl_interface(name: str) -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
 
 
+def host_name() -> str:
+    """Returns the name under which the failures of this host are counted. Pods are named after other things than their
+    host, so launchers set a variable.
+    """
+    return os.environ.get("PACELINE_HOST") or socket.gethostname()
+
+
+def outside_of_slurm() -> list[str]:
+    """Returns the variables that Slurm's commands must not see to ask for another job, and not for a step of ours."""
+    return [name for name in os.environ if name.startswith("SLURM_") and name not in ("SLURM_CONF", "SLURM_JWT")]
+
+
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder for files of this user that may be removed at any time."""
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"

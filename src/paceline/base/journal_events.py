@@ -416,6 +416,24 @@ class ClockEvent(Journaled):
     workers: list[Worker]
 
 
+class HostEvent(TrainerEvent):
+    """A failure of a host, which counts for --exclude-after, or another trouble: memory, disk, clock, GPU and so on."""
+
+    host: str
+    kind: str
+    text: str
+    since: NotRequired[Time]
+    workers: NotRequired[list[Worker]]
+
+
+class ExcludedEvent(TrainerEvent):
+    """A host is left out of the run, with the reasons."""
+
+    host: str
+    text: str
+    workers: list[Worker]
+
+
 class MergeEvent(Journaled):
     """The coordinator's decision about which islands a merge includes."""
 
@@ -463,6 +481,8 @@ KINDS: dict[str, type] = {
     "account": AccountEvent,
     "media": MediumEvent,
     "clock": ClockEvent,
+    "host": HostEvent,
+    "excluded": ExcludedEvent,
     "merge": MergeEvent,
 }
 _decode = msgspec.json.Decoder().decode

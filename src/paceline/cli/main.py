@@ -150,7 +150,7 @@ FAR = (
     *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
     *("labels", "annotations", "node_selector", "tolerations", "queue", "pull_secrets", "volumes", "priority_class"),
-    *("workers_per_host", "listen", "dry_run", *INSIDE),
+    *("workers_per_host", "listen", "dry_run", "no_preflight", *INSIDE),
 )
 
 
@@ -436,6 +436,12 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
     _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
+    option(
+        "--exclude-after",
+        least=1,
+        metavar="K",
+        help="leave a host out after K failures within seven days, if other hosts can go on (default: never)",
+    )
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
     option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")
@@ -647,6 +653,7 @@ def _far(option: Callable[..., Any], engine: str) -> None:
             help="address at which the others reach the first host (default: found automatically)",
         )
         _served(option, "from the first host")
+        option("--no-preflight", action="store_true", help="begin without measuring and comparing the hosts")
     _inside(option, engine, default_python, default_folder)
     option("--dry-run", action="store_true", help="print what would be started, without starting it")
     option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")

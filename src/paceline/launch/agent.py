@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
-from paceline.base.environment import SERVERS
+from paceline.base.environment import SERVERS, host_name, variable
 from paceline.base.heartbeat import DONE, LOADED
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
@@ -26,6 +26,8 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.diagnostics import Recorder
 from paceline.launch.hangs import Hangs
+from paceline.launch.host_health import HostHealth, HostWatch
+from paceline.launch.host_history import FAILURE, HostEntry, HostHistory
 from paceline.launch.options import LaunchOptions
 from paceline.launch.outcome import RunOutcome
 from paceline.launch.output import Output
@@ -108,6 +110,11 @@ class Agent:
         self._standby_address: tuple[str, int] = standby_address
         self._ending = RunOutcome(options, folder, journal, self._output, self.say)
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
+        self._host_watch = HostWatch(partial(HostHealth, folder, lambda: link.clock))
+        self._shown_troubles: set[str] = set()
+        # What happens in a rehearsal, or because of injected faults, says nothing about the host.
+        is_real = not (options.temporary or options.raw or variable("PACELINE_CHAOS"))
+        self._history = HostHistory() if is_real else None
         self.change: PlanChange | None = None  # of the plan, for which the run stops
         self._watch: PlanWatch | None = None
         if options.chosen is not None and options.chosen.outlook is not None and not options.shares:
@@ -130,6 +137,7 @@ class Agent:
             self._prepare()
             for text in at_launch():  # while torch is imported
                 self.say(text, always=True)
+            self._host_watch.start()
             self._tell()
             self._link.start()
             while not self._done():
@@ -146,6 +154,7 @@ class Agent:
                 self._look_at_ends(now)
                 self._run_folder.look(now)
                 self._look_at_the_plan(now)
+                self._look_at_the_host()
                 self._tell()
                 self._recorder.look()
         finally:
@@ -310,6 +319,19 @@ class Agent:
             self.say(f"auto: {what}: {why}")
             self._stop_all(signal.SIGTERM)
 
+    def _look_at_the_host(self) -> None:
+        """Reports what was noticed of this host: each kind of trouble once on the console, and all in the history."""
+        for trouble in self._host_watch.take():
+            self._remember(trouble.at, trouble.kind, trouble.text)
+            if trouble.kind not in self._shown_troubles:
+                self._shown_troubles.add(trouble.kind)
+                self.say(f"{host_name()}: {trouble.text}")
+
+    def _remember(self, at: float, kind: str, text: str) -> None:
+        """Keeps what happened to this host for later runs."""
+        if self._history is not None:
+            self._history.add(HostEntry(at, kind, text, str(short(self._folder))))
+
     def _keep_plan(self, number: int) -> None:
         """Stops the run for good, although it has begun to stop for another plan."""
         self.change, self._stop = None, number
@@ -333,7 +355,8 @@ class Agent:
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
-        self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses}
+        troubles = [*self._host_watch.newest]
+        self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses, "troubles": troubles}
         workers = {number: worker.report() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
@@ -385,6 +408,8 @@ class Agent:
         elif orders["stop"] and self.change is not None:
             self._keep_plan(signal.SIGTERM)
         self._over |= orders["over"]
+        for at, text in orders.get("failures", ()):
+            self._remember(at, FAILURE, text)
         self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._standby_address]
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))
@@ -564,6 +589,7 @@ class Agent:
 
     def _end(self) -> None:
         """Ends all processes and reads their last output."""
+        self._host_watch.close()
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
         self._recorder.look(end=True)

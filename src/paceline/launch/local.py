@@ -40,7 +40,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.foreign_scripts import refuse_foreign
 from paceline.launch.fork_server import Kept
-from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
+from paceline.launch.joining import HostExcludedError, address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
 from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
@@ -54,6 +54,7 @@ from paceline.plan import Plan
 from paceline.team.auth import keep_token, make_token, read_token
 from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.etcd_lease import parse_store
+from paceline.team.host_failures import LEFT_OUT
 
 PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
 FULL = errno.ENOSPC, errno.EDQUOT
@@ -180,7 +181,7 @@ def _begin(
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
             name: getattr(options, name)
-            for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store")
+            for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store", "exclude_after")
         }
         if options.raw:  # the loss of one worker ends all: `_launch` restarts them together
             link.run |= {"max_restarts": 0}
@@ -207,7 +208,11 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
         folder = _folder(options)
     standby = stand_by(address, options.patience)
     link = CoordinatorClient(address, token, introduction(options, folder, [], standby))
-    options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
+    try:
+        options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
+    except HostExcludedError as error:
+        say(str(error))
+        return LEFT_OUT
     metrics, page, begun = link.run["served"]
     with (
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,

@@ -109,6 +109,7 @@ class LaunchOptions:
     restarts: int = 0
     hang_timeout: int | None = None
     min_workers: int = 1
+    exclude_after: int | None = None
     begin: int = 1
     join: str | None = None
     token_file: str | None = None

@@ -46,6 +46,7 @@ REFUSED = {
     "heal": ("--heal", "the script keeps its own weights", "leave it out"),
     "verify_steps": ("--verify-steps", "the script makes its own steps", "leave it out"),
     "min_workers": ("--min-workers", _STATIC, "leave it out: a failure ends all workers"),
+    "exclude_after": ("--exclude-after", _ONE_HOST, "leave it out"),
     "join": ("--join", _STATIC, "start all workers with one command"),
     "token_file": ("--token-file", _STATIC, "leave it out"),
     "listen": ("--listen", _ONE_HOST, "leave it out; for several hosts use torchrun with the backend paceline"),

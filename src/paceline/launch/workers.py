@@ -124,6 +124,7 @@ class Worker:
             "current": "current" in events,
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),
+            "wrong": events.get("corrupted", {}).get("attempts", 0.0),
             "leaves": "leaves" in events,
             "round": events.get("round", {}).get("told"),
             "ended": "ended" in events,

@@ -98,6 +98,7 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
+        self.host_events = [event for event in events if event["event"] in ("host", "excluded")]
         self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
         self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
@@ -507,6 +508,27 @@ def _verified(events: list[Event]) -> str:
     return plural(len(events), "step") + (f", {again} of them computed again" if again else "") if events else ""
 
 
+def _of_hardware(s: Summary) -> Rows:
+    """Verified steps, wrong values, and what happened to hosts."""
+    wrong = [("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted]
+    return [("verified", _verified(s.verified)), *wrong, *of_hosts(s)]
+
+
+def of_hosts(s: Summary) -> Rows:
+    """The failures and troubles of each host, and why hosts were left out."""
+    troubles: dict[str, Counter[str]] = {}
+    for event in s.host_events:
+        if event["event"] == "host":
+            troubles.setdefault(event["host"], Counter())[f"{event['kind']}: {event['text']}"] += 1
+    times = {1: "", 2: " (twice)"}
+    rows = [
+        (f"host {host}", "; ".join(text + times.get(count, f" ({count} times)") for text, count in known.items()))
+        for host, known in troubles.items()
+    ]
+    excluded = [event for event in s.host_events if event["event"] == "excluded"]
+    return [*rows, *(("left out", f"{event['host']}, after {event['text']}") for event in excluded)]
+
+
 def _late(events: list[Event]) -> str:
     """The islands that were too late for merges, and the rows that were not trained on because of that."""
     island_texts = []
@@ -654,8 +676,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
-            ("verified", _verified(s.verified)),
-            *(("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted),
+            *_of_hardware(s),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),

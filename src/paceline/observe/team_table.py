@@ -177,6 +177,9 @@ def happened(summary: Summary) -> Rows:
         )
     for event in summary.formed:
         entries.append((event["at"], f"new team of {plural(len(event.get('workers') or []), 'worker')}"))
+    for event in summary.host_events:
+        what = "left out after " if event["event"] == "excluded" else f"{event['kind']}: "
+        entries.append((event["at"], f"host {event['host']}: {what}{event['text']}"))
     for event in summary.failures:
         entries.append((event["at"], f"failed: {event.get('cause')}"))
     for event in summary.checkpoints[-LATEST:]:

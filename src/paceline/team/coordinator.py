@@ -17,6 +17,7 @@ from typing import Any
 from paceline.base.environment import SERVERS
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import Coming
+from paceline.team.host_failures import Failure, HostFailures, blames_host, describe
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
 from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
@@ -72,6 +73,7 @@ class Coordinator:
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
+    hosts: HostFailures = field(default_factory=HostFailures)
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -194,6 +196,7 @@ class Coordinator:
             self._fail(members)
         elif lost and not self.over:
             self._lose(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", detection=seconds)
+            self._blame(agent, lost, why)
         for number in gone:
             if agent in self.leaving:
                 del self.slots[number]
@@ -287,6 +290,7 @@ class Coordinator:
             "merge": self.merges.last,
             "servers": serving(self.slots),
             "lines": self.lines,
+            **self.hosts.about(agent),
         }
 
     def status(self) -> dict[str, Any]:
@@ -330,6 +334,8 @@ class Coordinator:
             roster.leaves(number)
         if report.stands and report.stands != previous.stands:
             self._say(report.stands)
+        for _ in range(int(report.wrong) - int(previous.wrong)):
+            self._blame(slot.agent, [number], f"{ranks([number])} computed wrong values")
         if report.alone > previous.alone:
             self._form_again_due = min(self._form_again_due, now + ALONE)
         if report.ended and not previous.ended:
@@ -527,9 +533,54 @@ class Coordinator:
         pause = pause_of(slot)
         soon = f"; it is restarted in {pause:.0f} s" if pause else ""
         self._lose([number], why, soon if restarts else "; it is not restarted")
+        if blames_host(report):
+            self._blame(slot.agent, [number], f"{ranks([number])} {why}")
         if restarts:
             self._restart(number)
         return True
+
+    # ---- hosts that fail
+
+    def refuses(self, agent: str, host: str, earlier: Iterable[Failure]) -> str:
+        """Why an agent cannot join because of its host, which has failed too often; an empty text if it can. `earlier`:
+        failures that the host remembers of other runs.
+        """
+        why = self.hosts.join(agent, host, earlier)
+        if not why and self.hosts.is_due(host) and self.recovering == math.inf:
+            self._exclude(host)
+        return self.hosts.excluded.get(host, "")
+
+    def _blame(self, agent: str, workers: list[int], why: str) -> None:
+        """Counts a failure of an agent's host, and leaves the host out if that was one too many."""
+        host = self.hosts.agents.get(agent, "")
+        if not host:
+            return
+        at, _ = self.hosts.add(agent, why)
+        self.record("host", host=host, kind="failure", text=why, since=at, workers=workers, step=self.step)
+        self.version += 1
+        if self.hosts.is_due(host):
+            self._exclude(host)
+
+    def _exclude(self, host: str) -> None:
+        """Leaves a host out of the run, unless the run needs its workers."""
+        agents = self.hosts.agents_of(host)
+        numbers = [number for number, slot in self.slots.items() if slot.agent in agents]
+        alive = [number for number in numbers if self.slots[number].alive]
+        left = self._survivors(numbers) if self.roster.begun else {*self.roster.members} - {*numbers}
+        text = describe(self.hosts.failures[host])
+        if len(left) < max(1, self.min_workers) or any(number >= SERVERS for number in alive):
+            if host not in self.hosts.spared:
+                self.hosts.spared.add(host)
+                self._say(f"{host} has had {text}, and is not left out: the run needs its workers", always=True)
+            return
+        self.hosts.excluded[host] = text
+        self.leaving |= agents  # so that its workers are not restarted
+        self.record("excluded", host=host, workers=numbers, text=text, step=self.step)
+        self._say(f"{host} is left out of the run after {text}", always=True)
+        if alive:
+            how = "leaves with its host" if len(alive) == 1 else "leave with their host"
+            self._lose(alive, how)
+        self.version += 1
 
     def _restart(self, number: int) -> None:
         """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team."""

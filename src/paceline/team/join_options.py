@@ -107,6 +107,7 @@ FIELDS: dict[str, Check] = {
     "max_restarts": whole_number(0),
     "min_workers": whole_number(0),
     "begin": whole_number(0),
+    "exclude_after": optional(whole_number(1)),
     "store": optional(parsed(parse_store)),
     "same": _names,
     "given": _names,
