@@ -74,7 +74,7 @@ def find_texts(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
         paths |= dict.fromkeys(matches)
     for path in paths:
         if not kind_of(path)[0]:
-            what = f"{in_one_line(path)} is none of .txt, .jsonl, .parquet, and of .txt and .jsonl with .gz or .zst"
+            what = f"{in_one_line(path)} has an unknown ending"
             raise UsageError(what, "convert it, or rename it if it is plain text")
     return {path: ((known := os.stat(path)).st_size, known.st_mtime_ns) for path in paths}
 
