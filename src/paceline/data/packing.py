@@ -1,10 +1,10 @@
 """Packs documents of unequal length into rows of equal length, so that few tokens are padding.
 
 Three methods assign documents to rows. Best fit: the longest documents first, each into the row with the least room
-that it fits into (best-fit decreasing; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). First fit: in the
-order of the documents, each into the first row that has room (Johnson, "Near-optimal Bin Packing Algorithms", 1973).
-Both cut documents that are longer than a row into pieces. Concatenation: one document after another, cut at the end of
-each row.
+that it fits into (best-fit decreasing; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). First fit:
+in the order of the documents, each into the first row that has room (Johnson, "Near-optimal Bin Packing Algorithms",
+1973). Both cut documents that are longer than a row into pieces. Concatenation: one document after another, cut at the
+end of each row.
 """
 
 from __future__ import annotations
