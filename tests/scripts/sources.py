@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from mixed import wait_for_teams
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 import paceline
 
@@ -26,13 +26,15 @@ ROWS, BATCH, EPOCHS, SEED = 50, 12, 3, 3
 class Kind(NamedTuple):
     """How a dataset of the numbers 0, 1, 2, ... is written to a folder and opened, and the number of a row.
 
-    The rows of an iterable come in any order, which depends on the epoch alone.
+    The rows of an iterable come in any order, which depends on the epoch alone. Those of a dataset that is `sampled`
+    come in the order of a sampler of torch, which may leave some out or repeat them.
     """
 
     write: Callable[[Path], None]
     open: Callable[[Path], Any]
     number: Callable[[Any], int]
     is_iterable: bool = False
+    is_sampled: bool = False
 
 
 class Drawn(IterableDataset[int]):
@@ -40,6 +42,30 @@ class Drawn(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(ROWS).tolist())
+
+
+class Ordered(list[int]):
+    """The numbers, with a sampler."""
+
+    order = SubsetRandomSampler(range(10, ROWS))
+
+
+class ByLength(Sampler[list[int]]):
+    """Batches of numbers whose "lengths" are similar, shuffled by a generator of its own and the epoch."""
+
+    def __init__(self) -> None:
+        self.generator, self.epoch = torch.Generator(), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(0, ROWS, BATCH))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        by_length = sorted(range(ROWS), key=lambda number: (number + self.epoch) % 7)
+        batches = [by_length[first : first + BATCH] for first in range(0, ROWS, BATCH)]
+        return iter([batches[number] for number in torch.randperm(len(batches), generator=self.generator)])
 
 
 def write_parquet(folder: Path) -> None:
@@ -134,6 +160,23 @@ KINDS = {
     "litdata arrow": Kind(write_by_library("litdata/arrow"), paceline.data.LitDataRows, lambda row: row["number"]),
     "json lines": Kind(
         write_lines, lambda folder: paceline.data.JsonLines(folder / "*.jsonl"), lambda row: row["number"]
+    ),
+    "weighted sampler": Kind(
+        lambda folder: None,
+        lambda folder: DataLoader(
+            range(ROWS),  # type: ignore[arg-type]
+            BATCH,
+            sampler=WeightedRandomSampler([number % 5 for number in range(ROWS)], 40),
+        ),
+        int,
+        is_sampled=True,
+    ),
+    "subset sampler": Kind(lambda folder: None, lambda folder: Ordered(range(ROWS)), int, is_sampled=True),
+    "grouped sampler": Kind(
+        lambda folder: None,
+        lambda folder: DataLoader(range(ROWS), batch_sampler=ByLength()),  # type: ignore[arg-type]
+        int,
+        is_sampled=True,
     ),
     "webdataset": Kind(
         write_shards, lambda folder: paceline.data.WebDatasetRows(folder / "{0..2}.tar"), lambda row: row["cls"]
