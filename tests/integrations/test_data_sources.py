@@ -102,9 +102,7 @@ def test_rows_are_the_same_through_a_kill_a_join_and_a_resume(
 def train_and_resume(name: str, data: str, teams: tuple[int, int], folder: Path) -> None:
     """Trains with one team, and continues with another one. A worker of each is killed."""
     formed_before = 0
-    for count, fault, steps in zip(
-        teams, ("kill:0@2.forward", "kill:0@9.forward"), (("--steps", "7"), ()), strict=True
-    ):
+    for count, step, steps in zip(teams, (2, 9), (("--steps", "7"), ()), strict=True):
         options = ("--workers", str(count), "--run-dir", "run", *steps)
         formed_before += 2 * (count > 1)  # one without the killed worker, and one with it
         chaos = {"PACELINE_CHAOS": f"kill:0@{step}.forward", "FORMED": str(formed_before)} if count > 1 else {}
