@@ -210,7 +210,8 @@ def _plan(workers: int | None, **options: Any) -> str:
 
 
 def _tokenize(**options: Any) -> int | str:
-    from paceline.data.tokenize import AGAIN, tokenize  # needs numpy
+    from paceline.data.text_files import AGAIN
+    from paceline.data.tokenize import tokenize  # needs numpy
 
     try:
         return tokenize(**options)
@@ -345,16 +346,22 @@ def _makers(add: Callable[..., Any]) -> None:
         "convert text into a folder of tokens, for paceline.data.Tokens",
         "examples:\n"
         "  paceline tokenize texts/ --tokenizer tokenizer.json --out tokens/\n"
-        "  paceline tokenize 'web-*.jsonl' --field content --tokenizer gpt2 --out tokens/ --workers 8",
-        "A .txt file is one document, and so is each line of a .jsonl file. If it is killed, the same command"
-        " continues. The files do not depend on the number of workers.",
+        "  paceline tokenize 'web-*.jsonl.gz' --field content --tokenizer gpt2 --out tokens/ --workers 8",
+        "A .txt file is one document, and so is each line of a .jsonl file and each row of a .parquet file. .txt and"
+        " .jsonl files may be compressed (.gz, .zst). If it is killed, the same command continues. The result does not"
+        " depend on the number of workers.",
     )
-    option("inputs", nargs="+", metavar="INPUT", help="a .txt or .jsonl file, a folder of them, or a glob")
+    option("inputs", nargs="+", metavar="INPUT", help="a .txt, .jsonl or .parquet file, a folder of them, or a glob")
     option("--tokenizer", required=True, metavar="FILE|NAME", help="a tokenizer.json, or a name on Hugging Face's hub")
     option("--out", required=True, type=Path, metavar="FOLDER", help="folder to create")
     option("--workers", least=1, metavar="N", help="number of processes (default: one per core)")
     option("--shard-tokens", least=1, default=100_000_000, metavar="N", help="tokens per file (default 100,000,000)")
-    option("--field", default="text", metavar="NAME", help="field of a .jsonl line that holds the text (default text)")
+    option(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of a .jsonl line, or column of a .parquet file, that has the text (default text)",
+    )
     option(
         "--end",
         allow_empty=True,
