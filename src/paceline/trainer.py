@@ -607,7 +607,9 @@ class Trainer(TrainerLogging):
         each = 0 if source.rows is None else grid.batches(source.rows)  # steps of an epoch of this loop
         ahead, lockstep = self.plan.quorum is not None, self._strategy.lockstep
         one_reader = lockstep and not run.team.world.verify_steps  # which load the shares of other workers, too
-        batches = LoopBatches(feed, phase, alike, run.team, self._reporter.say, ahead, one_reader)
+        batches = LoopBatches(
+            feed, phase, alike, run.team, self._reporter.say, ahead, one_reader, admits=not run.script.loops
+        )
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(batches)

@@ -31,6 +31,7 @@ class Play:
     """
 
     places: int = 1
+    spares: dict[str, int] = field(default_factory=dict)  # by host
     now: float = 0.0
     workers: dict[str, dict[int, WorkerReport]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
@@ -67,7 +68,8 @@ class Play:
 
     def join(self, agent: str) -> None:
         numbers = list(self.workers[agent])
-        assert self.coordinator.join(agent, "logs", STORE, numbers, len(numbers)) == numbers
+        spares = self.spares.get(agent, 0)
+        assert self.coordinator.join(agent, "logs", STORE, numbers, len(numbers), spares) == numbers
 
     def change(self, number: int, **fields: Any) -> None:
         for workers in self.workers.values():
@@ -198,24 +200,36 @@ SILENT_OFTEN: list[tuple[str, Any]] = [
 ]
 
 
+ADMITTED: list[tuple[str, Any]] = [("arrive", 2), ("arrive", 3), ("arrive", 4), ("wait", None)]
+
+
 @settings(max_examples=150, deadline=None)
-@example((1, SILENT_WHILE_RECOVERING))
-@example((1, SILENT_OFTEN))
-@example((1, BACK_AFTER_THE_COORDINATOR))
-@example((2, ALL_TOLD_ONE_AFTER_ANOTHER))
-@example((2, TOLD_BEFORE_THE_COORDINATOR))
-@example((2, [("leave", 1), ("silent", "b"), ("silent", "b"), ("again", None)]))
-@given(st.sampled_from([1, 2]).flatmap(lambda places: st.tuples(st.just(places), events(places))))
+@example((1, {}, SILENT_WHILE_RECOVERING))
+@example((1, {}, SILENT_OFTEN))
+@example((1, {}, BACK_AFTER_THE_COORDINATOR))
+@example(
+    (1, {"b": 1, "c": 1}, [*ADMITTED, ("kill", 1), ("moment", None), ("kill", 3), ("moment", None), ("again", None)])
+)
+@example((1, {"b": 1, "c": 1}, [*ADMITTED, ("kill", 1), ("kill", 2), ("kill", 3), ("kill", 4), ("wait", None)]))
+@example((2, {}, ALL_TOLD_ONE_AFTER_ANOTHER))
+@example((2, {}, TOLD_BEFORE_THE_COORDINATOR))
+@example((2, {}, [("leave", 1), ("silent", "b"), ("silent", "b"), ("again", None)]))
+@given(
+    st.sampled_from([1, 2]).flatmap(
+        lambda places: st.tuples(st.just(places), st.sampled_from([{}, {"c": 1}, {"b": 1, "c": 1}]), events(places))
+    )
+)
 def test_any_order_of_faults_and_joins_leaves_one_team_of_all_living_workers(
-    case: tuple[int, list[tuple[str, Any]]],
+    case: tuple[int, dict[str, int], list[tuple[str, Any]]],
 ) -> None:
-    play = Play(case[0])
-    for what, who in case[1]:
+    play = Play(case[0], case[1])
+    for what, who in case[2]:
         happen(play, what, who)
         generations = [entry for entry in play.journal if entry["event"] == "generation"]
         numbers = [entry["number"] for entry in generations]
         assert numbers == sorted(set(numbers)), "a generation was announced twice"
         assert all(len(entry["workers"]) % play.places == 0 for entry in generations), "a replica is not whole"
+        assert all(len(entry["workers"]) <= full_size(play) for entry in generations), "a spare is not needed"
     for agent in sorted(play.silent):
         happen(play, "back", agent)
     for _ in range(4):
@@ -230,10 +244,95 @@ def test_any_order_of_faults_and_joins_leaves_one_team_of_all_living_workers(
     living = {n for n, said in everybody.items() if said.status is None}
     assert everybody.keys() - living == {n for n, said in everybody.items() if said.leaves and said.status == 75}
     assert play.members <= living
-    assert len(living - play.members) < play.places, "a replica is not let in"
+    assert min(len(living), full_size(play)) - len(play.members) < play.places, "a replica is not let in"
     assert play.coordinator.roster.entered == play.members
     for number in play.members:
         assert everybody[number].formed == play.coordinator.roster.number or play.coordinator.roster.number == 0
+
+
+def full_size(play: Play) -> int:
+    """The workers of all hosts without the spares."""
+    return sum(len(numbers) for numbers in play.hosts.values()) - sum(play.spares.values())
+
+
+def with_spares(**spares: int) -> Play:
+    """A team of the workers of all hosts, with so many spares on these."""
+    play = Play(1, spares)
+    for number in (2, 4, 3) if "b" in spares else (2, 3, 4):
+        happen(play, "arrive", number)
+        play.settle()
+    return play
+
+
+def test_spare_of_another_host_takes_the_place_of_a_lost_worker() -> None:
+    play = with_spares(c=1)
+    assert play.members == {0, 1, 2, 3}
+    assert play.coordinator.status()["spares"] == [4]
+    assert play.coordinator.status()["workers"][4]["state"] == "spare"
+    assert play.coordinator.orders("a")["coming"] == {4: TAKES}, "no worker of its host has the state"
+    happen(play, "kill", 1)
+    play.settle(0.5)
+    assert play.members == {0, 2, 3, 4}
+    happen(play, "arrive", 1)
+    play.settle(2.0)
+    happen(play, "arrive", 1)
+    play.settle()
+    assert play.members == {0, 2, 3, 4}
+    assert play.coordinator.status()["spares"] == [1]
+    assert play.coordinator.orders("a")["coming"] == {1: TAKES}, "one worker of its host has the state"
+    assert play.coordinator.lines[-1][1] == "worker 1 is ready as a spare: 4 workers, 1 spare"
+
+
+def test_spares_of_a_host_with_two_workers_get_no_copy() -> None:
+    play = with_spares(b=1)
+    assert play.members == {0, 1, 2, 4}
+    assert play.coordinator.status()["spares"] == [3]
+    assert play.coordinator.orders("a")["coming"] == {3: TAKES}
+    happen(play, "kill", 2)
+    play.settle(0.5)
+    assert play.members == {0, 1, 3, 4}, "a worker of the same host comes first"
+
+
+def test_kill_of_a_spare_leaves_the_team_alone() -> None:
+    play = with_spares(c=1)
+    number, life = play.coordinator.roster.number, play.workers["c"][4].life
+    happen(play, "kill", 4)
+    play.settle(0.5)
+    assert (play.coordinator.roster.number, play.members) == (number, {0, 1, 2, 3})
+    assert play.workers["c"][4].life == life + 1, "it is started again at once"
+    said = [text.partition("\n")[0] for _, text, _ in play.coordinator.lines]
+    assert said[-1] == "worker 4 was killed while it was a spare"
+
+
+def test_kill_of_a_spare_before_the_first_step_does_not_end_the_run() -> None:
+    play = Play(1, {"a": 0, "c": 1})
+    play.coordinator.roster.established.clear()
+    assert not play.coordinator.roster.begun
+    happen(play, "kill", 4)
+    play.settle(0.5)
+    assert not play.coordinator.failing
+
+
+def test_spare_takes_the_place_of_a_worker_that_leaves() -> None:
+    play = with_spares(c=1)
+    happen(play, "leave", 1)
+    play.settle()
+    assert play.members == {0, 2, 3, 4}
+
+
+def test_team_that_waits_for_a_spare_goes_on_without_it() -> None:
+    """The spare is lost in the moment in which the members of the new generation begin to wait for it."""
+    play = with_spares(c=1)
+    happen(play, "kill", 1)
+    play.settle(0.05)
+    assert play.coordinator.orders("a")["generation"]["admits"]
+    assert play.coordinator.orders("a")["generation"]["members"] == [0, 2, 3]
+    happen(play, "kill", 4)
+    play.settle(1.0)
+    order = play.coordinator.order
+    assert order is not None
+    assert order.members == (0, 2, 3)
+    assert not play.coordinator.orders("a")["generation"]["admits"]
 
 
 def admitted() -> Play:

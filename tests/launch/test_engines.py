@@ -218,6 +218,9 @@ def test_sync_copies_files_that_git_tracks(tmp_path: Path, monkeypatch: pytest.M
 
 def test_hosts_option_and_hostfile(tmp_path: Path) -> None:
     assert parse_hosts("a,me@b:2") == [Host("a"), Host("me@b", 2)]
+    assert parse_hosts("a,b:spare,c:2:spare") == [Host("a"), Host("b", None, spare=True), Host("c", 2, spare=True)]
+    with pytest.raises(UsageError, match="the first host, a, cannot be a spare: it starts the run; list another"):
+        parse_hosts("a:spare,b")
     (tmp_path / "hosts").write_text("# ours\na\n\nb:2\nc slots=4  # large\n")
     assert read_hosts(tmp_path / "hosts") == [Host("a"), Host("b", 2), Host("c", 4)]
     for text in ("-oProxyCommand=x", "a b", "", "a,,b", "a:0"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from oracle import apart
 from safetensors.torch import load_file
 
 from paceline.base.journal import effective_steps, read_journal
-from paceline.team.fault_injection import read_log
+from paceline.team.fault_injection import GO, read_log
 
 WORKERS, STEPS, LONG = 6, 16, 90
 MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing", "forming")
@@ -44,17 +46,45 @@ def train(
     preexec: Callable[[], None] | None = None,
     ballast: int = 0,
     plan: str = "micro=2 exact",
+    spares: int = 0,
 ) -> Ended:
-    """Runs the script to its end with faults. `wait`: long runs go slowly until there are so many lines of a file."""
+    """Runs the script to its end with faults. `wait`: long runs go slowly until there are so many lines of a file. With
+    `spares`, the first fault must be a wait; it ends when all of these workers are ready.
+    """
     out, run = folder / "out", folder / "run"
     env = {"PACELINE_CHAOS": faults, "BALLAST": str(ballast)} | ({"WAIT": wait} if wait else {})
     options = ("--workers", str(workers), "--run-dir", str(run), "--plan", plan)
+    options = (*options, "--spares", str(spares)) if spares else options
     command = ("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders))
-    done = paceline(*command, cwd=folder, preexec=preexec, **env)
+    with ready_spares(run, spares):
+        done = paceline(*command, cwd=folder, preexec=preexec, **env)
     steps_written = effective_steps(read_journal(run))
     assert [event["step"] for event in steps_written] == sorted({event["step"] for event in steps_written})
     assert sum(event["steps"] for event in steps_written) == steps, "a step is missing in the journal, or there twice"
     return outcome(folder, done.stderr)
+
+
+@contextmanager
+def ready_spares(run: Path, count: int) -> Iterator[None]:
+    """Ends the waiting fault of a run once so many spares are ready."""
+    ready, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not (ready.is_set() or ended.wait(0.02)):
+            journal = run / "journal.jsonl"
+            events = read_journal(run) if journal.exists() else []
+            if any(event["event"] == "spares" and len(event["workers"]) == count for event in events):
+                ready.set()
+        (run / GO).touch()
+
+    watcher = threading.Thread(target=watch if count else ready.set)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    assert ready.is_set(), "the spares were never ready"
 
 
 def outcome(folder: Path, text: str) -> Ended:

@@ -33,7 +33,7 @@ class Here(Engine):
         return End("lost", said or "no answer") if code == 255 else None
 given = json.loads(sys.argv[1])
 launcher.AGAIN = 0.5
-places = [Host(name, count) for name, count in given.pop("places")]
+places = [Host(*place) for place in given.pop("places")]
 python, listen, detach = given.pop("python", sys.executable), given.pop("listen"), given.pop("detach", False)
 job = launcher.HostJob(given, python, ".", listen=listen, detach=detach, wait=given.pop("wait", None))
 try:
@@ -51,13 +51,14 @@ class Launched:
         self.folder, self.started = folder, list[subprocess.Popen[str]]()
 
     def start(
-        self, scripts: dict[str, str], counts: dict[str, int] | None = None, **more: object
+        self, scripts: dict[str, str], counts: dict[str, int] | None = None, spare: str = "", **more: object
     ) -> subprocess.Popen[str]:
+        """Starts the scripts of some hosts, of which one may be a spare."""
         for name, script in scripts.items():
             (self.folder / name).mkdir(exist_ok=True)
             if script:
                 (self.folder / name / "train.py").write_text(WORKER + textwrap.dedent(script))
-        places = [(name, (counts or {}).get(name)) for name in scripts]
+        places = [(name, (counts or {}).get(name), name == spare) for name in scripts]
         given = {
             "script": "train.py",
             "run_dir": "run",

@@ -42,7 +42,8 @@ class World:
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
     the run early; `tensorboard`: its figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`:
     how it is shown; `heal`: workers whose weights differ take those of a majority; `verify_steps`: one step of so many
-    is computed twice and compared (0: none).
+    is computed twice and compared (0: none); `spares`: how many workers wait to take the place of a lost one, in a run
+    on one host.
     """
 
     rank: int = 0
@@ -74,6 +75,7 @@ class World:
     progress: str | None = None
     heal: bool = False
     verify_steps: int = 0
+    spares: int = 0
     members: tuple[int, ...] = ()
 
     @property
@@ -262,6 +264,7 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         log_to=env.get("PACELINE_LOG_TO") or None,
         progress=_progress(env),
         heal=_flag(env, "PACELINE_HEAL"),
+        spares=_first(env, "PACELINE_SPARES", default=0),
         verify_steps=parse_verify_steps(env["PACELINE_VERIFY_STEPS"]) if env.get("PACELINE_VERIFY_STEPS") else 0,
     )
 

@@ -99,6 +99,14 @@ class GenerationEvent(Journaled):
     at_once: NotRequired[Count]
 
 
+class SparesEvent(Journaled):
+    """The spare workers that are ready, and those that enter the team."""
+
+    workers: list[Worker]
+    enter: NotRequired[list[Worker]]
+    step: NotRequired[Count | None]
+
+
 class MembersEvent(Journaled):
     """The members of a new generation, or the workers that a team lost."""
 
@@ -450,6 +458,7 @@ KINDS: dict[str, type] = {
     "step": StepEvent,
     "start": StartEvent,
     "generation": GenerationEvent,
+    "spares": SparesEvent,
     **dict.fromkeys(("formed", "lost"), MembersEvent),
     **dict.fromkeys(("finished", "stopped", "failed"), EndedEvent),
     "worker": ProcessEvent,

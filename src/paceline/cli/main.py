@@ -288,9 +288,9 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
 
 
-def _workers(option: Callable[..., Any], default: int, does: str) -> None:
+def _workers(option: Callable[..., Any], default: int, does: str, least: int = 1) -> None:
     """How many workers, and what to run as a module."""
-    option("--workers", least=1, default=default, metavar="N", help=f"{does} (default {default})")
+    option("--workers", least=least, default=default, metavar="N", help=f"{does} (default {default})")
     option(*ELSEWHERE, dest=argparse.SUPPRESS, nargs="?", action=_Elsewhere, help=argparse.SUPPRESS)
     option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
 
@@ -800,7 +800,8 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
         "words of a plan:\n" + describe(),
         "Starts the workers, shows their progress, and ends with a report or an explanation of the failure.",
     )
-    _workers(option, 1, "number of worker processes")
+    _workers(option, 1, "number of worker processes", least=0)
+    option("--spares", least=0, default=0, metavar="N", help="further workers that replace lost ones (default 0)")
     option(
         "--raw",
         action="store_true",

@@ -20,7 +20,7 @@ from paceline.base.environment import SERVERS, host_name, variable
 from paceline.base.heartbeat import DONE, LOADED
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
-from paceline.base.text import plural, ranks
+from paceline.base.text import ranks
 from paceline.base.tracebacks import named, short
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
@@ -36,6 +36,7 @@ from paceline.launch.processes import Child, end_sessions
 from paceline.launch.raw import GRACE
 from paceline.launch.run_folder import RunFolder
 from paceline.launch.serving import Serving
+from paceline.launch.spares import team_text
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.progress import Progress
@@ -213,7 +214,7 @@ class Agent:
         if not self._ending.first:
             host, port = self._link.address
             where = f" for the run at {host}:{port}, as {ranks(self._workers.numbers)}{where}"
-        self.say(f"{plural(self._options.workers, 'worker')}{what}{where}")
+        self.say(f"{team_text(self._options.workers, self._options.spares)}{what}{where}")
         for doubt in self._workers.doubts:
             self.say(doubt)
         for text, why in done if self._ending.first else ():
@@ -221,11 +222,11 @@ class Agent:
         self._workers.prepare(self._start)
 
     def _start(self) -> None:
-        if self._ending.first:
-            self._workers.start(dict.fromkeys(self._workers.numbers, 0))
-        else:
-            for number in self._workers.numbers:
-                self._workers.again(number, 0)
+        begins = self._options.workers if self._ending.first else 0  # the others wait to be admitted
+        if begins:
+            self._workers.start(dict.fromkeys(self._workers.numbers[:begins], 0))
+        for number in self._workers.numbers[begins:]:
+            self._workers.again(number, 0)
 
     def say(self, text: str, always: bool = False) -> None:
         """Prints a line on the console, with --quiet only if `always`."""
@@ -270,6 +271,7 @@ class Agent:
         if kind == "failed":
             worker.ended = time.monotonic()
         elif kind == "formed":
+            self._workers.pin(worker)
             generation = self._link.newest.get("generation")
             if generation and generation["number"] == event.get("number"):
                 self._output.show_lines_of(generation["members"][0])

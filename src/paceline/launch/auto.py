@@ -82,7 +82,7 @@ def _choose(options: LaunchOptions, kept: Plan) -> ChosenPlan:
             most=options.max_steps or math.inf,
             done=done or 0,
         )
-        answer = Planning(replace(options, plan=str(kept) or None), question, Path(folder)).answer()
+        answer = Planning(replace(options, plan=str(kept) or None, spares=0), question, Path(folder)).answer()
     best = answer.best
     if best is None:
         raise PlanError(

@@ -47,6 +47,7 @@ from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
 from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
+from paceline.launch.spares import check_spares
 from paceline.launch.time_limit import limited, parse_time, with_deadline
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
@@ -170,7 +171,7 @@ def _begin(
             from paceline.launch.run_config import effective_config  # not with every run
 
             replace_file(folder / CONFIG_FILE, effective_config(options, str(short(folder))))
-        numbers = list(range(options.workers))
+        numbers = list(range(options.workers + options.spares))
         if options.token is not None:
             keep_token(folder, options.token)
         if options.on_listening is not None:
@@ -272,16 +273,22 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(f"the script {in_one_line(options.script)} {how}", "pass the path of a Python training script")
     if not (options.raw or options.join or options.again or options.temporary):
         refuse_foreign(Path(options.script), options.workers)
+    if not options.workers and not (options.join and options.spares):
+        what = "--workers 0 starts no worker of the run"
+        raise UsageError(what, "use at least one worker, or add spares to a run with --join RUN --workers 0 --spares N")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES
-    if options.workers > most:
+    if options.workers + options.spares > most:
         what = f"{options.workers:,} workers need more open files than the limit of this process"
         raise UsageError(what, f"use at most {plural(most, 'worker')} on this host, or raise `ulimit -n`")
     if options.min_workers > options.workers and options.listen is None and options.join is None:
         what = f"--min-workers {options.min_workers} is more than --workers {options.workers}"
         raise UsageError(what, f"use at most --min-workers {options.workers}")
+    if options.spares:
+        check_spares(options)
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
-    if options.plan is not None and Plan.parse(options.plan).validate(options.workers).precision == "fp8":
+    count = options.workers or options.spares
+    if options.plan is not None and Plan.parse(options.plan).validate(count).precision == "fp8":
         refuse_fp8()
     if options.max_time is not None:
         parse_time(options.max_time)

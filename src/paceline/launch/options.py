@@ -60,6 +60,7 @@ class LaunchOptions:
     - `max_time`: after which the run stops with a checkpoint.
     - `metrics`, `page`: addresses; `notify`: a shell command for failures, hangs and the end; `environment`: variables.
     - `max_restarts`: how often workers that were lost to one cause are restarted; 0: any loss ends the run.
+    - `spares`: additional workers that are ready to take the place of a lost one.
     - `min_workers`: with fewer workers the run pauses; `begin`: it waits until there were this many workers once.
     - `raw`: the script trains by itself over torch.distributed, as one static team; `restarts`: how often all of its
       workers were restarted before.
@@ -108,6 +109,7 @@ class LaunchOptions:
     raw: bool = False
     restarts: int = 0
     hang_timeout: int | None = None
+    spares: int = 0
     min_workers: int = 1
     exclude_after: int | None = None
     begin: int = 1

@@ -202,7 +202,7 @@ class RunOutcome:
                 failure.hangs(worker.hung)
             needs = worker.events.get("needs")
             if failure.out_of_memory and needs is not None:
-                room = worker.memory.room(self._options.workers)
+                room = worker.memory.room(self._options.workers + self._options.spares)
                 what, failure.cure = advice(needs["plans"], needs["besides"], room)
                 failure.what += f": {what}"
             failures.append(failure)
@@ -250,6 +250,7 @@ class RunOutcome:
             "--join": join,
             "--token-file": options.token_file if join else None,
             "--workers": options.workers,
+            "--spares": options.spares or None,
             "--run-dir": None if join else short(self._folder),
             "--plan": options.plan if options.chosen is None else options.chosen.asked,
             "--shares": options.shares,

@@ -45,6 +45,7 @@ REFUSED = {
     "progress": ("--progress", _FIGURES, "leave it out"),
     "heal": ("--heal", "the script keeps its own weights", "leave it out"),
     "verify_steps": ("--verify-steps", "the script makes its own steps", "leave it out"),
+    "spares": ("--spares", _STATIC, "leave it out: a failure restarts all workers"),
     "min_workers": ("--min-workers", _STATIC, "leave it out: a failure ends all workers"),
     "exclude_after": ("--exclude-after", _ONE_HOST, "leave it out"),
     "join": ("--join", _STATIC, "start all workers with one command"),

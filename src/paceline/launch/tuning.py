@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.base.console import shown
@@ -72,3 +73,12 @@ def pin(pid: int, cores: Sequence[int]) -> None:
     """Binds a process that has just started, and its future children, to cores."""
     if cores:
         os.sched_setaffinity(pid, cores)
+
+
+def pin_threads(pid: int, cores: Sequence[int]) -> None:
+    """Binds all threads of a running process to cores."""
+    if cores:
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    os.sched_setaffinity(int(thread), cores)

@@ -32,7 +32,8 @@ from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
 from paceline.launch.raw import hold_port, worker_variables
-from paceline.launch.tuning import doubts, pin, surround
+from paceline.launch.spares import is_one_host
+from paceline.launch.tuning import doubts, pin, pin_threads, surround
 from paceline.team.coordinator import STOPPED
 
 CHUNK = 1 << 16
@@ -71,6 +72,7 @@ class Worker:
     stands: str = ""  # for other consoles than ours: the line at which it makes no progress
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last one of each kind
     loaders: set[int] = field(default_factory=set)
+    cores: list[int] = field(default_factory=list)  # to which it is pinned
     unread: bytes = b""
 
     @property
@@ -205,8 +207,9 @@ class Workers:
         self._cold: set[str] = set()  # the reasons for cold starts that were printed
         given = worker_environment() | dict(options.environment)
         cores = sorted(os.sched_getaffinity(0))
-        self._variables, self._pins, self.done = surround(options.workers, given, cores)
-        self.doubts = doubts(options.workers, given, cores)
+        count = options.workers or options.spares
+        self._variables, self._pins, self.done = surround(count, given, cores)
+        self.doubts = doubts(count, given, cores)
 
     @property
     def now(self) -> dict[int, Worker]:
@@ -268,6 +271,7 @@ class Workers:
 
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
         local_rank = self.numbers.index(rank) if rank in self.numbers else None  # None for a parameter server
+        cores = [] if local_rank is None else self._pins[local_rank] if local_rank < len(self._pins) else []
         few = len(self.numbers) < max(self._options.min_workers, self._options.begin)
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
@@ -304,12 +308,20 @@ class Workers:
                 os.close(write)
         pulse.belong(process.pid)
         if local_rank is not None:
-            pin(process.pid, self._pins[local_rank])
+            pin(process.pid, cores)
         worker = Worker(
             rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output, pulse
         )
-        worker.newcomer = newcomer
+        worker.newcomer, worker.cores = newcomer, cores
         self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
+
+    def pin(self, worker: Worker) -> None:
+        """Gives a worker that has entered the team the cores of the one that it replaces, unless its own are free."""
+        used = [one.cores for one in self.all if one.alive and one.is_member and one is not worker]
+        free = [cores for cores in self._pins if cores not in used]
+        if worker.cores not in free and free and not worker.serves:
+            worker.cores = free[0]
+            pin_threads(worker.process.pid, worker.cores)
 
     def _raw_variables(self, rank: int) -> Mapping[str, str]:
         """The variables that torchrun would set for a worker, with --raw."""
@@ -379,6 +391,7 @@ class Workers:
             None,
             PACELINE_WORLD_SIZE=str(options.size or options.workers),
             PACELINE_LOCAL_SIZE=str(len(self.numbers)),
+            PACELINE_SPARES=str(options.spares) if options.spares and is_one_host(options) else None,
             PACELINE_RUN_DIR=str(self._folder.absolute()),
             PACELINE_AGENT=str(os.getpid()),
             PYTHONUNBUFFERED="1",

@@ -157,6 +157,10 @@ METRICS = (
     ),
     Metric("paceline_workers", "1", "workers in the team", of=lambda s: {"": sum(s.up.values())}),
     Metric(
+        *("paceline_spare_workers", "1", "workers that are ready to take the place of a lost one"),
+        of=lambda s: {"": float(len(s.ready_spares))} if s.spares and s.outcome is None else {},
+    ),
+    Metric(
         *("paceline_worker_up", "1", "1 if the worker is in the team, else 0"),
         label="worker",
         of=lambda s: {worker: float(up) for worker, up in s.up.items()},

@@ -85,7 +85,7 @@ td.wide{vertical-align:middle}td.num{text-align:right;white-space:nowrap;padding
 .team td:last-child,.team th:last-child{padding-right:0;min-width:9rem;width:30%}
 .team .stack{height:1rem;border-radius:3px}
 .state::before{content:"";display:inline-block;width:.5rem;height:.5rem;border-radius:50%;margin-right:.5rem;
- background:var(--c5)}.state.up::before{background:var(--good)}.state.lost::before{background:var(--bad)}
+ background:var(--c5)}.state.up::before,.state.spare::before{background:var(--good)}.state.lost::before{background:var(--bad)}
 .why{margin:.35rem 0 .6rem;font-size:.933rem;line-height:1.4}
 pre{background:var(--wash);padding:.9rem 1rem;border-radius:6px;margin:.4rem 0 1rem;white-space:pre-wrap;
  font:.867rem/1.55 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace}
@@ -301,6 +301,7 @@ def _about(summary: Summary) -> Iterator[str]:
     first, last = summary.workers, len(summary.formed[-1].get("workers") or []) if summary.formed else summary.workers
     hosts = {*summary.hosts.values(), *(str(event["host"]) for event in summary.loaded)} - {""}
     yield plural(last, "worker") + (f" ({first} at the start)" if last != first else "")
+    yield plural(len(summary.ready_spares), "spare") if summary.spares and summary.outcome is None else ""
     yield plural(len(hosts), "host") if hosts else ""
     yield f"plan {summary.start['plan']}" if summary.start.get("plan") else ""
     yield f"device {summary.start['device']}" if summary.start.get("device") else ""

@@ -125,6 +125,8 @@ class Summary:
         self._add_decisions(events)
         up = _up(last)
         self.up = {} if self.outcome else up
+        self.spares = [event for event in last if event["event"] == "spares"]
+        self.ready_spares = [str(worker) for event in self.spares[-1:] for worker in event["workers"]]
         processes = [
             event for event in events if event["event"] == "worker"
         ]  # their events may precede the start of the attempt
@@ -560,6 +562,15 @@ def _teams(formed: list[Event]) -> str:
     return f"re-formed {plural(len(formed), 'time')} in {duration(total(formed, 'seconds'))}; {workers} at the end"
 
 
+def _spares(changes: list[Event]) -> str:
+    """How often a spare worker has entered the team, and how many are ready."""
+    if not changes:
+        return ""
+    entered = total([{"count": len(event.get("enter") or [])} for event in changes], "count")
+    ready = plural(len(changes[-1]["workers"]), "spare worker")
+    return f"{ready} ready at the end; {plural(int(entered), 'spare worker')} entered the team"
+
+
 def _shares(s: Summary) -> str:
     """The workers' last parts of the global batch, or their micro-batches if nothing was measured."""
     if not s.shares:
@@ -679,7 +690,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *_of_hardware(s),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
-            ("teams", _teams(s.formed)),
+            *(("teams", _teams(s.formed)), ("spares", _spares(s.spares))),
             *(("failure", _cause(event, f" on {event.get('host')}: ")) for event in s.failures),
             ("ended", s.ending),
         ],

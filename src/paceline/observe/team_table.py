@@ -8,7 +8,7 @@ from datetime import datetime
 from statistics import median
 
 from paceline.base.journal import Event
-from paceline.base.text import duration, plural, shares_of, total, totals
+from paceline.base.text import duration, plural, ranks, shares_of, total, totals
 from paceline.observe.key_figures import recent_span, recent_steps_of, speed
 from paceline.observe.summary import Rows, Summary
 
@@ -95,8 +95,9 @@ def members(summary: Summary) -> list[OneWorker]:
     hosts = summary.hosts | {worker: event["host"] for event in summary.loaded for worker in event["workers"]}
 
     def row(worker: str) -> OneWorker:
-        state = "up" if states[worker] else "ended" if summary.outcome else "lost"
-        share = shares.get(worker) if state != "lost" else None
+        is_spare = worker in summary.ready_spares
+        state = "up" if states[worker] else "ended" if summary.outcome else "spare" if is_spare else "lost"
+        share = shares.get(worker) if state not in ("lost", "spare") else None
         own_seconds, own_steps = computed.get(worker, (0.0, 0.0))
         return OneWorker(
             worker,
@@ -124,10 +125,11 @@ def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
 
 def describe_team(team: Sequence[OneWorker]) -> str:
     """Sums up some workers in a line: how many are up, how long they compute, how long others waited for them."""
-    up = sum(member.state == "up" for member in team)
+    up, spares = (sum(member.state == state for member in team) for state in ("up", "spare"))
     worst = max(team, key=lambda member: member.slowness)
     computed = [member.computed for member in team if member.computed is not None]
     parts = [f"{len(team):,} {plural(len(team), 'worker').split()[1]}" + (f", {up:,} up" if up < len(team) else "")]
+    parts[0] += f", {plural(spares, 'spare')}" if spares else ""
     if computed and worst.computed is not None:
         most = f", slowest {a_step(worst.computed)} (worker {worst.worker})" if len(team) > 1 else ""
         parts.append(f"median compute time {a_step(median(computed))} per step{most}")
@@ -180,6 +182,9 @@ def happened(summary: Summary) -> Rows:
     for event in summary.host_events:
         what = "left out after " if event["event"] == "excluded" else f"{event['kind']}: "
         entries.append((event["at"], f"host {event['host']}: {what}{event['text']}"))
+    for event in summary.spares:
+        if event.get("enter"):
+            entries.append((event["at"], f"spare {ranks(event['enter'])} enters the team"))
     for event in summary.failures:
         entries.append((event["at"], f"failed: {event.get('cause')}"))
     for event in summary.checkpoints[-LATEST:]:

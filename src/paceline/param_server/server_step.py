@@ -31,7 +31,7 @@ def server_step(context: StepContext, batches: Batches) -> Step | None:
     Returns None if an iterable dataset has no more rows.
     """
     step = begin_step(context, batches.title.format(context.done + 1))
-    for attempt in attempts(context):  # again after a lost peer
+    for attempt in attempts(context, admits=batches.admits):  # again after a lost peer
         with attempt:
             open_attempt(context, step)  # in a new generation, the servers get the state
             batch = batches.load(0, context.shares.assignment)

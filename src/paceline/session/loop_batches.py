@@ -36,12 +36,13 @@ class LoopBatches:
         say: Callable[..., None],
         looks_ahead: bool,
         one_reader: bool = False,
+        admits: bool = False,
     ) -> None:
         self.feed, self._phase, self._fingerprint = feed, phase, fingerprint
         self._reader = HostReader(feed) if one_reader and feed.stream is not None else None
         if self._reader is not None:
             feed.shares_reader = lambda: team.group.size > 1
-        self._team, self._say, self._looks_ahead = team, say, looks_ahead
+        self._team, self._say, self._looks_ahead, self.admits = team, say, looks_ahead, admits
         self._cure = feed.grid.against_single_rows(phase.rows or feed.grid.global_batch)
 
     def load_other(self, assignment: Assignment, partners: Sequence[int]) -> list[MicroBatch]:
@@ -97,6 +98,7 @@ class BroughtBatch:
     """
 
     title = "the gradients of step {}"
+    admits = False
 
     def __init__(
         self,

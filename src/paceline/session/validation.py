@@ -39,6 +39,7 @@ from paceline.compute.update_coupling import Coupling, Scope, find_coupling
 from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint, first_line
 from paceline.plan import Plan
 from paceline.session.error_hints import path_of, unfit
+from paceline.team.spare_workers import refuse_spares
 
 Schedule = Callable[..., Any]
 T = TypeVar("T")
@@ -317,6 +318,8 @@ def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
         raise PlanError(
             what, "start the script with `paceline run`, without --max-restarts 0, or remove server= from the plan"
         )
+    if world.spares:
+        refuse_spares(plan, world.size, world.spares)
     return plan, plan.without(script or "", world.size), origin
 
 

@@ -26,7 +26,8 @@ class Generation:
     `members` are numbers of workers in the run, in the order of their ranks; `store` is the address of the store that
     the first member serves. A `planned` generation is entered between two steps, another one at once; `at_once` is the
     number of the newest one of the second kind; workers that are not in it may never receive it. On `hold`, its
-    workers wait for the next generation after a step. `detection`: the seconds for which a loss was not known.
+    workers wait for the next generation after a step. `detection`: the seconds for which a loss was not known. One that
+    `admits` is followed at once by another one, with newcomers that are ready.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Generation:
     at_once: int = 0
     hold: bool = False
     detection: float = 0.0
+    admits: bool = False
 
     @property
     def planned(self) -> bool:

@@ -21,6 +21,7 @@ from paceline.team.host_failures import Failure, HostFailures, blames_host, desc
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
 from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
+from paceline.team.spare_workers import SpareWorkers
 from paceline.team.suspended_workers import NO_STATE, OVER, SuspendedWorkers, all_ended, any_ended_well
 from paceline.team.worker_slots import (
     UNKNOWN,
@@ -39,6 +40,7 @@ ALIKE = 0.1  # seconds within which all workers report an exception that all of 
 TOGETHER = 0.3  # seconds within which leave notices reach all workers if the whole run is to stop
 ALONE = 3.0  # seconds for which a worker may miss others that are not known to be lost, before the team forms again
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
+REFILL = 1.0  # seconds after which a lost worker is started again if a spare takes its place
 LINES = 50  # console lines that are kept for agents that have not received them yet
 AWAITED = 60.0  # seconds to wait for a silent agent if no other server has the state of its parameter servers
 EXPELLED = "HardwareError"  # the exception of a worker whose host computes wrong values: it is not started again
@@ -88,22 +90,30 @@ class Coordinator:
         self._detection = 0.0  # seconds before the loss that led to this generation was known
         self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
+        self._ready_spares: list[int] = []
+        self._admits = False  # whether the announced generation is followed at once by one with newcomers
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
         self._placement = ServerPlacement(self.slots, self.gone, self.leaving)
+        self.spares = SpareWorkers(self.slots, len(self.first))
         self.awaited: dict[str, tuple[float, str]] = {}  # silent agents: until when they are waited for, and why
 
     # ---- agents
 
-    def join(self, agent: str, logs: str, standby: tuple[str, int], numbers: Collection[int], count: int) -> list[int]:
-        """Registers an agent and returns the numbers of its workers, which it gives (`numbers`) or gets (`count`).
+    def join(
+        self, agent: str, logs: str, standby: tuple[str, int], numbers: Collection[int], count: int, spares: int = 0
+    ) -> list[int]:
+        """Registers an agent and returns the numbers of its workers, which it gives (`numbers`) or gets (`count`). So
+        many of them are `spares`.
 
         An agent may join again. `standby` is the address of the coordinator that this agent runs or may run later.
         """
         self.logs[agent], self.standbys[agent] = logs, standby
+        self.spares.bring(agent, count - spares, spares, self.gone | self.leaving)
         self.gone.discard(agent)
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
         first = max({-1, *self.slots, *members} - servers) + 1
+        begins = self.recovering == math.inf and not (self.roster.begun or members.isdisjoint(known))
         for number in known or range(first, first + count):
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
             if slot.agent not in (agent, ""):
@@ -112,7 +122,7 @@ class Coordinator:
             if number in members and not self.roster.begun:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
-            elif known and slot.report == WorkerReport():
+            elif known and not begins and slot.report == WorkerReport():
                 slot.life = UNKNOWN
         return [number for number, slot in self.slots.items() if slot.agent == agent]
 
@@ -274,6 +284,7 @@ class Coordinator:
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent must bring about: the life of each worker, and whether it is in the team."""
         more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
+        more["admits"] = self._admits
         return {
             "epoch": self.epoch,
             "version": self.version,
@@ -298,6 +309,7 @@ class Coordinator:
         roster = self.roster
         more = {"min_workers": self.min_workers, "paused": self._paused, "stopping": self.stop}
         team = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
+        team["spares"] = self._ready_spares
         workers = {number: state_of(number, slot, roster) for number, slot in sorted(self.slots.items())}
         return {**team, "workers": workers, **more}
 
@@ -329,7 +341,7 @@ class Coordinator:
             roster.formed(number, report.formed)
             if new and number in roster.established:
                 slot.newcomer = False
-                self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
+                self._say(f"{ranks([number])} has joined: {self._team_size}")
         if report.leaves and not previous.leaves:
             roster.leaves(number)
         if report.stands and report.stands != previous.stands:
@@ -471,16 +483,47 @@ class Coordinator:
         new = {n: slot for n, slot in self.slots.items() if slot.newcomer and slot.alive and slot.report.waiting}
         have = {self.slots[number].agent for number in roster.established if number in self.slots}
         have |= {slot.agent for slot in new.values() if slot.report.current or slot.report.at is None}
-        for number, slot in sorted(new.items()):
+        for number in self.spares.order(new, roster, self._ready_spares):
+            slot, at = new[number], new[number].report.at
             if number in roster.waiting:
                 have.add(slot.agent)
-            elif slot.agent in have or self._paused:
+                continue
+            slot.spare = self._is_full
+            if not slot.spare and (slot.agent in have or self._paused):
                 roster.waits(number)
-            elif slot.report.at is not None and slot.agent not in served:
-                coming[number] = slot.report.at
+            elif slot.spare and not self.spares.needs_copy(number, roster):
+                continue
+            elif at is not None and slot.agent not in served:
+                coming[number] = at
                 served.add(slot.agent)
+        self._note_spares()
         self.version += coming != self.coming
         self.coming = coming
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether newcomers have to wait as spares: the team is full, or is about to end."""
+        ends = self.stop or any(slot.report.ended for slot in self.slots.values())
+        return self.spares.full_size < math.inf and (ends or self.spares.is_full(self.roster))
+
+    def _note_spares(self) -> None:
+        """Journals which spares are ready if that has changed, and names new ones on the console."""
+        if self.spares.full_size == math.inf:
+            return
+        before, ready = self._ready_spares, [n for n, slot in sorted(self.slots.items()) if slot.spare and slot.alive]
+        if ready == before or not self.roster.begun:
+            return
+        self._ready_spares = ready
+        self.record("spares", workers=ready, enter=[n for n in before if n in self.roster.waiting], step=self.step)
+        if new := [number for number in ready if number not in before]:
+            what = "is ready as a spare" if len(new) == 1 else "are ready as spares"
+            self._say(f"{ranks(new)} {what}: {self._team_size}")
+
+    @property
+    def _team_size(self) -> str:
+        """The number of workers, for the console; with that of spares where there may be any."""
+        text = plural(len(self.roster.members), "worker")
+        return text if self.spares.full_size == math.inf else f"{text}, {plural(len(self._ready_spares), 'spare')}"
 
     @property
     def _all_leave(self) -> bool:
@@ -513,7 +556,8 @@ class Coordinator:
         slot = self.slots[number]
         if slot.out:
             return True
-        if self.failing or not self.max_restarts or not self.roster.begun:
+        is_spare = self.spares.is_spare(number, self.roster)
+        if self.failing or not self.max_restarts or not (self.roster.begun or is_spare):
             return False
         report, why = slot.report, slot.report.loss
         failure = report.failed or report.hung
@@ -583,9 +627,11 @@ class Coordinator:
         self.version += 1
 
     def _restart(self, number: int) -> None:
-        """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team."""
+        """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team, or
+        while spares enter, which would be slower beside a process that starts.
+        """
         slot = self.slots[number]
-        if pause := pause_of(slot):
+        if pause := pause_of(slot) or REFILL * self._admits:
             self._delayed_starts[number] = (self._now + pause, slot.life + 1)
         else:
             self._start(number, slot.life + 1)
@@ -599,6 +645,7 @@ class Coordinator:
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.slots[number].newcomer for number in lost)
+        spare = [self.spares.is_spare(number, self.roster) for number in lost]
         peers = [peer for peer in self.roster.replica_peers(lost) if peer in self.slots]
         for number in (*lost, *peers):
             self.slots[number].out = True
@@ -614,11 +661,13 @@ class Coordinator:
             self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(order.members)}{then}{left}")
         elif new:
             before = "before it had rejoined" if len(lost) == 1 else "before they had rejoined"
+            if all(spare):
+                before = "while it was a spare" if len(lost) == 1 else "while they were spares"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
+        self._admit_newcomers()
         self._announce(order, detection)
         for peer in peers:
             self._restart(peer)
-        self._admit_newcomers()
         self.version += 1
 
     def _describe_remaining(self, members: Collection[int]) -> str:
@@ -636,6 +685,9 @@ class Coordinator:
         about = {"planned": order.planned, "at_once": self.roster.at_once}
         self.record("generation", number=order.number, workers=list(order.members), **about)
         self.order, self._detection = order, detection
+        ready = self.roster.waiting.keys() - {*order.members}
+        self._admits = not order.planned and len(ready) >= self.roster.replica_size
+        self.roster.renews |= self._admits  # also if these are lost until then: the members wait for it
         if not order.planned:  # a planned one comes after a step, which a worker that misses others never ends
             self._form_again_due = math.inf
         self.version += 1
@@ -678,6 +730,8 @@ class Coordinator:
                 roster.end(number)
         self._restoring_servers = unheld(reports)
         roster.renews = any(reports[number].at for number in self._restoring_servers)
+        # The members may wait for newcomers, see `_announce`.
+        roster.renews |= roster.number == roster.at_once > 0 and self.spares.full_size < math.inf
         roster.before = tuple(number for number in roster.before if number in roster.established)
         self._leaving_members = {*roster.before} & roster.leaving_replicas - {*roster.members}
         for number in sorted(roster.established - {*roster.members} - self._leaving_members):

@@ -158,7 +158,8 @@ class Service:
             raise RefusalError(FORBIDDEN, reasons)
         (host, port), (number, members) = request["standby"], request["generation"]
         self._coordinator.recall_generation(number, members)
-        numbers = self._coordinator.join(agent, request["logs"], (host, port), request["numbers"], request["count"])
+        numbers, count, spares = request["numbers"], request["count"], min(request["count"], request.get("spares", 0))
+        numbers = self._coordinator.join(agent, request["logs"], (host, port), numbers, count, spares)
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
         self._sessions[key] = Session(agent, request["host"], seen=time.monotonic())
@@ -540,6 +541,7 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     least = max(run["min_workers"], 0 if given["again"] else run["begin"])
     coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
     coordinator.hosts = HostFailures(run.get("exclude_after"))
+    coordinator.spares.size = max(run["workers"], run["begin"])
     coordinator.version = time.time_ns() // 1_000_000  # higher than all versions of a previous coordinator
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])

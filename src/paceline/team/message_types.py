@@ -84,7 +84,7 @@ REQUESTS: dict[str, Any] = {
         each("agent host logs", str)
         | {"standby": Address, "numbers": Workers, "count": Few, "same": dict[str, Any]}
         | {"generation": tuple[Count, Workers]},
-        {"machine": str, "failures": Annotated[list[tuple[Seconds, str]], Meta(max_length=1000)]},
+        {"spares": Few, "machine": str, "failures": Annotated[list[tuple[Seconds, str]], Meta(max_length=1000)]},
     ),
     "fence": form({"address": Address, "epoch": Count}),
     "stop": dict[str, Any],
@@ -98,7 +98,7 @@ REQUESTS: dict[str, Any] = {
 
 GENERATION = form(
     {"number": Count, "members": Annotated[list[Worker], Meta(min_length=1)], "store": Address},
-    {"at_once": Count, "hold": bool, "detection": Seconds},
+    {"at_once": Count, "hold": bool, "detection": Seconds, "admits": bool},
 )
 MERGE = form(each("turn number trainer step", Count) | each("islands late", list[Few]) | {"void": bool})
 ORDERS = form(

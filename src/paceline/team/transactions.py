@@ -58,11 +58,14 @@ class Attempt:
     changes, and then `apply` with these values, which changes the state of this worker without collectives and returns
     a tree of plain values and tensors. `undo` is called if an attempt ends before that. `result` is what `apply`
     returned. If this worker lost its part and took over another one's state, `taken` is (settled values, result). If a
-    peer is lost after the commit, `StateOwner.complete` does what was left to do.
+    peer is lost after the commit, `StateOwner.complete` does what was left to do. `admits`: newcomers may enter before
+    it is attempted again, because their scripts begin with it.
     """
 
-    def __init__(self, transactions: Transactions, account: str, undo: Callable[[], None] | None) -> None:
-        self._transactions, self._account, self._undo = transactions, account, undo
+    def __init__(
+        self, transactions: Transactions, account: str, undo: Callable[[], None] | None, admits: bool = False
+    ) -> None:
+        self._transactions, self._account, self._undo, self.admits = transactions, account, undo, admits
         self._is_open = self._is_committed = self._ended = False
         self._began = 0.0
         self.apply: Callable[[Any], Any] | None = None
@@ -226,7 +229,7 @@ class Transactions:
 
     # -- one transaction ----------------------------------------------------------------------------------------
 
-    def attempts(self, spends: str = "script", undo: Callable[[], None] | None = None) -> Attempt:
+    def attempts(self, spends: str = "script", undo: Callable[[], None] | None = None, admits: bool = False) -> Attempt:
         """Begins a transaction whose time goes to the account `spends`, to be used as `Attempt` says. UsageError: a
         newcomer has not been admitted yet.
         """
@@ -243,7 +246,7 @@ class Transactions:
                 "make the Trainer's collectives the first ones in the script; their results are kept for new workers",
             )
         kind = Attempt if self._tx.moment is Moment.IDLE else NestedAttempt
-        return kind(self, spends, undo)
+        return kind(self, spends, undo, admits)
 
     def run(
         self,
@@ -331,10 +334,14 @@ class Transactions:
         if self._group.mesh.replica > 1 or not self.ahead:  # its shard of the state is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
-            taker = StateReceiver(self.world.store[0], self._key)
-            self.world.tell("waiting", at=taker.at)
-            with HEARTBEAT.waiting():
-                self._followed = taker.follow(self.state_owner, self._first, partial(self.world.tell, "current"))
+            while True:  # once more in each generation that a spare does not belong to
+                taker = StateReceiver(self.world.store[0], self._key)
+                self.world.tell("waiting", at=taker.at)
+                with HEARTBEAT.waiting():
+                    self._followed |= taker.follow(self.state_owner, self._first, partial(self.world.tell, "current"))
+                if self.worker in (order := self.orders.wait(self.number)).members:
+                    break
+                self.number = order.number
         self._form(None, None)
         self.waiting = False
 
@@ -388,21 +395,25 @@ class Transactions:
                 self._refused(slept)
                 continue
             self.migration.enter(order.members)
+            repeats = False
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self.orders.has_newer(self.number, True))
                 if self.state_owner is None:
                     self._group.declare(f"the beginning of generation {self.number}", kind="forming")
                 else:
-                    self._resolve(attempt if self._tx.done == done else None)
+                    repeats = self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self._faults is not None:
                     self._faults.formed()
                 if self.state_owner is not None:
                     self.state_owner.formed(order, time.monotonic() - began)
-                break
             except PeerLostError as again:
                 error = again
-        self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
+                continue
+            self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
+            if not (order.admits and repeats):
+                break
+            error = None
         return attempt is not None and self._tx.done > done
 
     def _refused(self, slept: bool) -> None:
@@ -424,14 +435,16 @@ class Transactions:
         say(f"paceline: worker {self.worker} {why}, and exits")
         os._exit(REFUSED)
 
-    def _resolve(self, attempt: Attempt | None) -> None:
+    def _resolve(self, attempt: Attempt | None) -> bool:
+        """Brings all members to the same transaction. Returns whether all repeat it, and newcomers may enter before."""
         group, tx = self._group, self._tx
         group.declare(f"the beginning of generation {self.number}", kind="forming")
         HEARTBEAT.beat()
         self.reach("forming")
         status = tx.status
-        statuses = group.gather_json([status.done, status.applied, status.sums])
-        team = [[Status(*statuses[rank]) for rank in replica] for replica in group.mesh.replicas]
+        admits = attempt is not None and attempt.admits
+        statuses = group.gather_json([status.done, status.applied, status.sums, admits])
+        team = [[Status(*statuses[rank][:3]) for rank in replica] for replica in group.mesh.replicas]
         try:
             resolution = resolve(team)
         except StateLostError:
@@ -451,6 +464,7 @@ class Transactions:
         if resolution.sources:
             with self.account.of("hand-over"):
                 self._hand_over(resolution.sources, last)
+        return not (resolution.forward or resolution.sources) and all(row[3] for row in statuses)
 
     def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
         """Hands the state over from replicas that have it to those that need it, between workers of the same shard."""

@@ -84,7 +84,7 @@ class WorkerSlot:
     """What the coordinator keeps of a worker.
 
     The worker is `out` when the team goes on without it. `life` is the one that its agent must run. `failures`
-    processes in a row ended before they joined the team.
+    processes in a row ended before they joined the team. A `spare` is ready, but the team is full.
     """
 
     agent: str
@@ -92,6 +92,7 @@ class WorkerSlot:
     newcomer: bool = False
     out: bool = False
     failures: int = 0
+    spare: bool = False
     report: WorkerReport = field(default_factory=WorkerReport)
 
     @property
@@ -101,8 +102,8 @@ class WorkerSlot:
 
     @property
     def failed_early(self) -> bool:
-        """Whether the process ended before it joined the team."""
-        return self.newcomer and self.report.status is not None and not self.report.holds
+        """Whether the process ended before it joined the team, or was ready as a spare."""
+        return self.newcomer and self.report.status is not None and not self.report.holds and not self.spare
 
     @property
     def wanted(self) -> dict[str, Any]:
@@ -162,5 +163,5 @@ def state_of(number: int, slot: WorkerSlot, roster: Membership) -> dict[str, Any
         state = "member" if number in roster.entered else "forming"
     else:
         serves = number >= SERVERS and report.at is not None
-        state = "serving" if serves else "waiting" if report.waiting else "starting"
+        state = "serving" if serves else "spare" if slot.spare else "waiting" if report.waiting else "starting"
     return {"role": "server" if number >= SERVERS else "worker", "agent": slot.agent, "life": slot.life, "state": state}

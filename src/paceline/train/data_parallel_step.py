@@ -33,7 +33,7 @@ def data_parallel_step(context: StepContext, batches: Batches) -> Step | None:
     Returns None if an iterable dataset has no more rows.
     """
     step = begin_step(context, batches.title.format(context.done + 1))
-    for attempt in attempts(context):  # again after a lost peer
+    for attempt in attempts(context, admits=batches.admits):  # again after a lost peer
         with attempt:
             open_attempt(context, step)
             batch = batches.load(0, context.shares.assignment)

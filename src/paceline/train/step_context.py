@@ -36,9 +36,15 @@ from paceline.train.worker_shares import WorkerShares
 
 
 class Batches(Protocol):
-    """Where the rows of a step come from. `title` names the collectives of a step, with a place for its number."""
+    """Where the rows of a step come from. `title` names the collectives of a step, with a place for its number.
+
+    `admits`: the script of a newcomer begins with such a step. It is one of the outermost loop.
+    """
 
     title: str
+
+    @property
+    def admits(self) -> bool: ...
 
     def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
         """Returns this worker's part of the next global batch, or of the one that is `ahead` of it by so many; None if

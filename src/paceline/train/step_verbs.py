@@ -39,8 +39,10 @@ def begin_step(context: StepContext, name: str) -> Step:
     return Step(context.done, float(context.job.optimizers[0].param_groups[0]["lr"]), name)
 
 
-def attempts(context: StepContext, undo: Callable[[], None] | None = None) -> Attempt:
-    """Returns the attempts at a step. If one fails, its effects are undone, and `undo` is called."""
+def attempts(context: StepContext, undo: Callable[[], None] | None = None, admits: bool = False) -> Attempt:
+    """Returns the attempts at a step. If one fails, its effects are undone, and `undo` is called. `admits`: newcomers
+    may enter before it is attempted again.
+    """
 
     def undo_all() -> None:
         context.replica.abort()
@@ -48,7 +50,8 @@ def attempts(context: StepContext, undo: Callable[[], None] | None = None) -> At
             undo()
         context.restore_state()
 
-    return context.transactions.attempts("steps", undo_all)
+    admits &= not context.run.trainers.error_feedback.differ  # which is summed before newcomers enter
+    return context.transactions.attempts("steps", undo_all, admits)
 
 
 def open_attempt(context: StepContext, step: Step) -> None:

@@ -31,7 +31,7 @@ def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches
     if not verifier.is_due(context.done):
         return data_parallel_step(context, batches)
     step = begin_step(context, batches.title.format(context.done + 1))
-    for attempt in attempts(context):
+    for attempt in attempts(context, admits=batches.admits):
         check = StepCheck(verifier, step, batches)
         with attempt, check.protected():
             open_attempt(context, step)

@@ -17,10 +17,13 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Host:
-    """A host: its name in the engine, and its number of workers (None: one worker per GPU, or one without GPUs)."""
+    """A host: its name in the engine, and its number of workers (None: one worker per GPU, or one without GPUs), which
+    are all spares on a `spare` host.
+    """
 
     name: str
     workers: int | None = None
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,22 @@ def split_options(text: str | None) -> list[str]:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Parses ``a,b:2,user@c``: hosts, optionally with their number of workers. UsageError: a word is not a host."""
+    """Parses ``a,b:2,user@c,d:spare``: hosts, optionally with their number of workers, and spare hosts. UsageError: a
+    word is not a host.
+    """
     hosts = []
     for word in text.split(","):
-        name, _, count = word.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", word) else (word, "", "")
+        host = word.removesuffix(":spare")
+        name, _, count = host.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", host) else (host, "", "")
         if not name or name.startswith("-") or re.search(r"\s", name) or in_one_line(name) != name or count == "0":
             raise UsageError(f"{shown(word)} is not a host", "use names that ssh accepts, like --hosts a,b:2,user@c")
-        hosts.append(Host(name, int(count) if count else None))
+        hosts.append(Host(name, int(count) if count else None, word.endswith(":spare")))
     names = [host.name for host in hosts]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the host {shown(twice)} is given twice", f"use {twice}:2 for two workers on it")
+    if hosts[0].spare:
+        what = f"the first host, {shown(names[0])}, cannot be a spare: it starts the run"
+        raise UsageError(what, "list another host first")
     return hosts
 
 

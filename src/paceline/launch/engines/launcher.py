@@ -217,7 +217,7 @@ class Launcher:
         message = read_message(line, AGENT_MESSAGES.get(str(kind), dict[str, Any]), source)
         if kind == "ready":
             workers = host.spec.workers or self._job.workers
-            job = {"options": self._job.options, "workers": workers, "token": self._token}
+            job = {"options": self._job.options, "workers": workers, "token": self._token, "spare": host.spec.spare}
             job |= {
                 "preflight": self._preflight is not None,
                 "files": len(self._job.files),

@@ -26,7 +26,7 @@ OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in _LOCAL}
 JOB: Any = (
     form(
         {"options": form({}, OPTIONS), "workers": PositiveCount | None, "token": Secret, "files": Size, "call": Size}
-        | {"tunnel": form(each("own goes comes", str)) | None, "preflight": bool}
+        | {"tunnel": form(each("own goes comes", str)) | None, "preflight": bool, "spare": bool}
     )
     | None
 )

@@ -47,6 +47,8 @@ def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
         raise UsageError(f"{shown(address)} is an address of the Ray client, which is not supported", cure)
     if hosts and given["nodes"] is not None:
         raise UsageError("--nodes contradicts --hosts", "leave one out; without --hosts, Ray chooses the nodes")
+    if spare := next((host.name for host in hosts if host.spare), None):
+        raise UsageError(f"{shown(spare)}:spare: `launch ray` has no spare hosts", f"use {shown(spare)}")
     address_match = re.fullmatch(r"([^:/]+):([0-9]{1,5})", address)
     if address != "auto" and (address_match is None or int(address_match[2]) > 65535):
         raise UsageError(f"--address {shown(address)} is not an address", "use HOST:PORT, for example 10.0.0.7:6379")

@@ -86,7 +86,12 @@ def rehearsal_on(
     """Returns the rehearsal for the options of `paceline plan`. UsageError: one of them is wrong."""
     variables = read_variables(env)
     where = HostRehearsal(
-        parse_hosts(hosts), split_options(engine), python or sys.executable, cwd or os.getcwd(), setup or "", variables
+        [host for host in parse_hosts(hosts) if not host.spare],
+        split_options(engine),
+        python or sys.executable,
+        cwd or os.getcwd(),
+        setup or "",
+        variables,
     )
     if workers not in (None, where.workers):
         what = f"--workers {workers} is another number than that of --hosts, which is {where.workers}"

@@ -67,8 +67,10 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     if job["files"]:
         unpack(launcher_input, job["files"])
     call, value = _called(launcher_input, job)
-    options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
-    _say("like", **_like(options), workers=options.workers)
+    count = job["workers"] or gpus() or 1
+    workers, spares = (0, count) if job["spare"] else (count, 0)
+    options = LaunchOptions(**job["options"], workers=workers, spares=spares, token=job["token"].encode())
+    _say("like", **_like(options), workers=count)
     order = _measured(launcher_input, options) if job["preflight"] else read_order(launcher_input.readline() or b"null")
     if order is None:  # the launcher has ended, or the hosts differ
         return STOPPED

@@ -1,0 +1,92 @@
+"""Decides which newcomers join the team, and which wait as spares until the team has lost a worker.
+
+A spare is a newcomer that has done everything but enter the team: its process has built the model and waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from paceline.base.environment import SERVERS
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.team.membership import Membership
+from paceline.team.worker_slots import WorkerSlot
+
+
+def refuse_spares(plan: Plan, workers: int, spares: int) -> None:
+    """PlanError: under this plan over `workers`, so many `spares` could never take the place of a lost worker."""
+    mesh = plan.mesh(workers)
+    size = mesh.replica
+    what = f"--spares {spares}: "
+    if mesh.data == 1:
+        holders = "the only worker has" if workers == 1 else f"all {workers} workers together have"
+        what += f"{holders} the only copy of the state, and no spare can continue if it is lost"
+        cure = "use at least two replicas" if size > 1 else "use at least two workers"
+        raise PlanError(what, f"{cure}, or --mirror, which restarts the run from a copy in memory")
+    if spares % size:
+        what += f"a replica of the plan {plan} has {size} workers, which join and leave together"
+        raise PlanError(what, f"use --spares {size * -(-spares // size)}")
+
+
+@dataclass
+class SpareWorkers:
+    """Counts the workers that the team has and may have.
+
+    A run begins with `size` workers. `brought` has, by agent, how many workers the agent has brought to the team, and
+    how many spares.
+    """
+
+    slots: Mapping[int, WorkerSlot]
+    size: int = 1
+    brought: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def bring(self, agent: str, workers: int, spares: int, away: Collection[str]) -> None:
+        """Takes note of an agent that joins. It replaces earlier ones of its host that are `away`."""
+        host = agent.partition(" ")[0]
+        for other in [one for one in self.brought if one in away and one.partition(" ")[0] == host]:
+            del self.brought[other]
+        self.brought[agent] = workers, spares
+
+    @property
+    def full_size(self) -> float:
+        """The number of workers of the full team; without spares there is no limit. Those of lost hosts count."""
+        if not any(spares for _, spares in self.brought.values()):
+            return math.inf
+        return max(self.size, sum(workers for workers, _ in self.brought.values()))
+
+    def is_full(self, roster: Membership) -> bool:
+        """Whether the team, with those who are about to enter it or to leave it, has as many workers as it may have."""
+        remaining = {*roster.members} - roster.leaving_replicas
+        return len(remaining | {*roster.waiting}) >= self.full_size
+
+    def is_spare(self, number: int, roster: Membership) -> bool:
+        """Whether a worker is no member, and would have to wait as a spare if it were ready now."""
+        slot = self.slots[number]
+        comes = slot.newcomer and number not in roster.waiting and number not in roster.members
+        return comes and number < SERVERS and (self.brought.get(slot.agent, (1, 0))[0] == 0 or self.is_full(roster))
+
+    def order(self, newcomers: Iterable[int], roster: Membership, ready: Collection[int]) -> list[int]:
+        """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly, and of
+        these the spares that were `ready` before.
+        """
+        if self.full_size == math.inf:
+            return sorted(newcomers)
+        counts = Counter(self.slots[member].agent for member in roster.members if member in self.slots)
+        first, last = list[int](), list[int]()
+        for number in sorted(newcomers, key=lambda n: (n not in roster.waiting, n not in ready, n)):
+            agent = self.slots[number].agent
+            (first if counts[agent] < self.brought.get(agent, (0, 0))[0] else last).append(number)
+            counts[agent] += number not in roster.members
+        return first + last
+
+    def needs_copy(self, number: int, roster: Membership) -> bool:
+        """Whether a spare receives the state beforehand: there are several hosts, and at most one worker of its own
+        host has the state. Where two have it, the spare can copy it from one of them if the other one is lost.
+        """
+        slots, agent = self.slots, self.slots[number].agent
+        hosts = [slots[member].agent for member in roster.established if member in slots]
+        return hosts.count(agent) <= 1 and bool({*hosts} - {agent})
