@@ -212,11 +212,14 @@ class Agent:
         self._workers.prepare(self._start)
 
     def _start(self) -> None:
-        if self._ending.first:
+        size = self._link.run["workers"]  # of the first team, which starts once its hosts have joined
+        if self._ending.first and size == len(self._workers.numbers):
             self._workers.start(dict.fromkeys(self._workers.numbers, 0))
-        else:
-            for number in self._workers.numbers:
+            return
+        for number in self._workers.numbers:
+            if number >= size:
                 self._workers.again(number, 0)
+        self._want(self._wanted)
 
     def say(self, text: str, always: bool = False) -> None:
         """Prints a line on the console, with --quiet only if `always`."""
@@ -249,6 +252,8 @@ class Agent:
             return False
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
+        if any(self._is_due(number, wanted) for number, wanted in self._wanted.items()):
+            return False  # they wait for the hosts of the others
         if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
             return False  # other hosts continue to train, and need our coordinator
         return self._link.settled(self._report) or self._link.away > GIVEN_UP
@@ -298,6 +303,7 @@ class Agent:
         for worker in self._workers.all:
             if worker.alive and not worker.serves:  # a worker without a trainer yet just ends
                 worker.process.signal(sent)
+        self._want(self._wanted)  # a team that waits for hosts does not start any more
 
     def _look_at_the_plan(self, now: float) -> None:
         """Stops the run at the end of a step if it is to go on under another plan."""
@@ -389,15 +395,26 @@ class Agent:
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))
 
+    def _is_due(self, number: int, wanted: Mapping[str, Any]) -> bool:
+        """Whether a worker is to start with the first team, and has not started yet."""
+        worker = self._workers.now.get(number)
+        is_first = not (wanted["newcomer"] or wanted["out"] or number in self._declined)
+        return is_first and (worker is None or worker.life < wanted["life"])
+
     def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
         """Starts and kills workers until each is in the life that the coordinator wants, and no worker that is out
-        runs. A worker is started again only after its last process has ended.
+        runs. A worker is started again only after its last process has ended, and the workers of the first team once the
+        hosts of all of them have joined.
         """
         together, self._ending_first = {}, []
+        if self._workers.preparing:
+            return
         for number, wanted in workers.items():
             worker, life = self._workers.now.get(number), wanted["life"]
             if worker is None and number >= SERVERS and number not in self._declined and not wanted["out"]:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
+            elif worker is None and self._is_due(number, wanted):
+                together[number] = max(life, 0)
             if worker is None or worker.life > life or (worker.life == life and not wanted["out"]):
                 continue
             self._workers.lose(worker)
@@ -411,12 +428,14 @@ class Agent:
                 together[number] = life
             elif not worker.alive:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
-        if any(self._workers.now[number].alive for number in together):
+        if any(worker.alive for worker in self._ending_first if worker.rank in together):
             return
+        stores = [workers[number]["store"] for number in together]
         if together and self._stop is not None:  # no worker has anything to save
             self._at_once = True
-        elif together:
-            self._start_again(together, partial(self._workers.start, together))
+        elif together and None not in stores:
+            host, port = stores[0]
+            self._start_again(together, partial(self._workers.start, together, (host, port) if port else None))
 
     def _look_at_ends(self, now: float) -> None:
         """Continues starts that wait for the ends of processes; kills a failed process that does not end."""

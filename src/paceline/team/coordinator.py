@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.environment import SERVERS
+from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import Coming
 from paceline.team.membership import Announcement, Membership
@@ -72,6 +73,7 @@ class Coordinator:
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
+    group_sizes: tuple[int, ...] = (1,)  # of the plan's mesh
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -102,17 +104,36 @@ class Coordinator:
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
         first = max({-1, *self.slots, *members} - servers) + 1
-        for number in known or range(first, first + count):
+        vacant = [] if known or self.recovering < math.inf else pick_ranks(self._vacant, count, self.group_sizes)
+        for number in known or [*vacant, *range(first, first + count - len(vacant))]:
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
             if slot.agent not in (agent, ""):
                 continue
+            self.version += slot.agent != agent or number in vacant
             slot.agent = agent
-            if number in members and not self.roster.begun:
+            if number in members and self.roster.is_founding:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
             elif known and slot.report == WorkerReport():
                 slot.life = UNKNOWN
         return [number for number, slot in self.slots.items() if slot.agent == agent]
+
+    @property
+    def _vacant(self) -> list[int]:
+        """The workers of the first team that no host has yet."""
+        members = self.roster.members if self.roster.is_founding else ()
+        return [number for number in members if number not in self.slots or not self.slots[number].agent]
+
+    def _store_of_first(self, agent: str) -> tuple[str, int] | None:
+        """The address of the store at which the first team meets: without a port, a worker of this agent serves it; None
+        while the team cannot start.
+        """
+        if not self.roster.is_founding or self._vacant:
+            return None if self.roster.is_founding else ("", 0)
+        first = self.slots[self.roster.members[0]]
+        if first.agent == agent:
+            return "", 0
+        return first.report.store if first.alive and first.report.store[1] else None
 
     def report(self, agent: str, workers: Mapping[int, WorkerReport], step: int, now: float) -> None:
         """Takes the state of an agent's workers, and acts on what has changed since its last report."""
@@ -158,8 +179,8 @@ class Coordinator:
     def recall_generation(self, number: int, members: Iterable[int]) -> None:
         """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
         if self.recovering < math.inf and number > self.roster.number:
-            before, replica_size = self.roster.members, self.roster.replica_size
-            self.roster = Membership(tuple(members), number, number, before=before, replica_size=replica_size)
+            before, size = self.roster.members, self.roster.replica_size
+            self.roster = Membership(tuple(members), number, number, before=before, replica_size=size, founding=False)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
@@ -271,11 +292,12 @@ class Coordinator:
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent must bring about: the life of each worker, and whether it is in the team."""
         more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
+        store = self._store_of_first(agent)
         return {
             "epoch": self.epoch,
             "version": self.version,
             "generation": generation_of(self.order, self.slots, more),
-            "workers": self._placement.wanted(agent),
+            "workers": {n: {**each, "store": store} for n, each in self._placement.wanted(agent).items()},
             "failing": [[number, self.slots[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,
@@ -318,6 +340,7 @@ class Coordinator:
             self.version += 1
             roster.renews |= number in self._restoring_servers
             self._restoring_servers.discard(number)
+        self.version += roster.is_founding and report.store != previous.store
         if report.ready and not previous.ready and not slot.newcomer:
             roster.ready(number)
         if report.formed > previous.formed:

@@ -44,6 +44,7 @@ from paceline.base.journal import NAME, Journal, event_of, lines_from_end
 from paceline.base.schema import SAME_VERSION, check, read_file, read_json
 from paceline.base.text import ranks
 from paceline.errors import FormatError, PacelineError
+from paceline.plan import Plan
 from paceline.team.auth import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.coordinator_client import RefusedError, fence
@@ -501,7 +502,8 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> M
         (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
     )
     (number, members, at_once), *before = [*islice(generations, 2), (first[0], first[1], first[0])][:2]
-    return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
+    is_first = not before  # the journal has no later generation
+    return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else (), founding=is_first)
 
 
 def last_merge(folder: Path, since: int) -> dict[str, Any] | None:
@@ -519,6 +521,8 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     roster = last_generation(folder, given["since"], given["generation"])
     least = max(run["min_workers"], 0 if given["again"] else run["begin"])
     coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
+    plan = Plan.parse(run["given"].get("plan") or "")
+    coordinator.group_sizes = plan.mesh(1).group_sizes
     coordinator.version = time.time_ns() // 1_000_000  # higher than all versions of a previous coordinator
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])

@@ -30,6 +30,7 @@ from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
+from paceline.plan import Plan
 
 BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
 ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
@@ -106,6 +107,7 @@ class Launcher:
         self._began = time.monotonic()
         self._listens = ""  # the address of the coordinator
         self._checked = self._left = False
+        self._size = 0  # workers with which the run begins, if the first host has too few for the plan
         self._late = math.inf  # when to stop waiting for the other hosts
         self._beaten = 0.0
         self.stop_signal: int | None = None
@@ -229,6 +231,7 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
+            "size": self._size if host.first else 0,
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
@@ -319,8 +322,25 @@ class Launcher:
                 what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), but the run needs all hosts"
                 raise LaunchError(what, "fix the cause, or use fewer hosts")
             self._say(f"{host.spec.name} does not answer yet ({why}); the run begins without it")
+        self._set_size(not waiting)
         self._checked = True
         self._order(first)
+
+    def _set_size(self, are_all: bool) -> None:
+        """Sets the number of workers with which the run begins, if its plan needs more than the first host has. PlanError:
+        `are_all` hosts known, and they have too few.
+        """
+        text, counts = self._job.options.get("plan"), [host.like["workers"] for host in self._hosts if host.like]
+        if text is None or len(self._hosts) == 1:
+            return
+        plan, total = Plan.parse(text), sum(counts)
+        size = plan.first_team(counts[0])
+        if size == counts[0] or plan.auto:
+            return
+        if are_all and size > total:
+            plan.validate(total)
+        self._size = size
+        self._say(f"the plan {plan} needs {size} workers: the run begins on several hosts together")
 
     def _admit(self, host: _Host) -> None:
         """Lets a host join, unless it differs from the first one."""

@@ -73,6 +73,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
+    where["size"] = order["size"]
     options = replace(options, **where, on_listening=lambda address: _say("listens", address=address))
     broken = threading.Event()
     with _relayed(1, broken) as out, _relayed(2, broken) as error:
