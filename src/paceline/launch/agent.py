@@ -545,6 +545,7 @@ class Agent:
         again |= before is not None
         self._ending.took_over = not self._ending.first
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
+        given["numbers"] = [] if again else self._workers.numbers
         self._standby.listen(256)
         token, selector = self._link.token, self._workers.selector
         restore = self._run_folder.restore

@@ -74,6 +74,7 @@ class Coordinator:
     recovering: float = math.inf  # after a restart: until when agents have to come back
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
     group_sizes: tuple[int, ...] = (1,)  # of the plan's mesh
+    reserved: set[int] = field(default_factory=set)  # workers of the first host, until it has joined
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -101,6 +102,7 @@ class Coordinator:
         """
         self.logs[agent], self.standbys[agent] = logs, standby
         self.gone.discard(agent)
+        self.reserved -= {*numbers}
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
         first = max({-1, *self.slots, *members} - servers) + 1
@@ -122,14 +124,17 @@ class Coordinator:
     def _vacant(self) -> list[int]:
         """The workers of the first team that no host has yet."""
         members = self.roster.members if self.roster.is_founding else ()
-        return [number for number in members if number not in self.slots or not self.slots[number].agent]
+        have = {number for number, slot in self.slots.items() if slot.agent} | self.reserved
+        return [number for number in members if number not in have]
 
     def _store_of_first(self, agent: str) -> tuple[str, int] | None:
         """The address of the store at which the first team meets: without a port, a worker of this agent serves it; None
         while the team cannot start.
         """
-        if not self.roster.is_founding or self._vacant:
-            return None if self.roster.is_founding else ("", 0)
+        if not self.roster.is_founding:
+            return "", 0
+        if self._vacant or self.reserved:
+            return None
         first = self.slots[self.roster.members[0]]
         if first.agent == agent:
             return "", 0

@@ -1,0 +1,51 @@
+"""Replicas that span hosts: `paceline launch` starts them over several hosts together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from host_teams import HostTeam, alone
+from host_teams import host_team as host_team
+from host_teams import hosts as hosts
+from oracle import apart
+from safetensors.torch import load_file
+
+from paceline.base.mesh import Mesh, pick_ranks
+
+pytestmark = pytest.mark.root
+PLANS = ["shard=8 zero=3", "pipeline=4 data=2 micro=2", "tensor=2 pipeline=2 data=2 micro=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_launch_starts_a_plan_over_four_hosts(
+    plan: str, host_team: Callable[..., HostTeam], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No host has enough workers for it; the weights are one worker's."""
+    team = host_team(2, 2, 2, 2)
+    team.start(plan, "--checkpoints", str(team.folder / "checkpoints"))
+    team.end()
+    whole = alone(tmp_path_factory, "micro=2")
+    assert apart(load_file(team.folder / "out.safetensors"), load_file(whole / "out.safetensors")) <= 1e-12
+    (start,) = team.events("start")
+    assert start["workers"] == 8, json.dumps(start)
+    assert " needs 8 workers: the run begins on several hosts together\n" in team.text
+
+
+def hosts_of(counts: list[int], mesh: Mesh) -> list[list[int]]:
+    """The ranks of each host, in the order in which hosts come."""
+    free, picked = set(range(mesh.size)), list[list[int]]()
+    for count in counts:
+        picked.append(pick_ranks(free, count, mesh.group_sizes))
+        free -= {*picked[-1]}
+    return picked
+
+
+def test_ranks_that_exchange_most_are_on_one_host() -> None:
+    assert hosts_of([2, 2, 2, 2], Mesh(2, pipeline=2, tensor=2)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert hosts_of([3, 3, 2], Mesh(2, pipeline=2, tensor=2)) == [[0, 1, 7], [2, 3, 6], [4, 5]]
+    assert hosts_of([6, 2], Mesh(2, pipeline=2, tensor=2)) == [[0, 1, 2, 3, 6, 7], [4, 5]]
+    assert hosts_of([1, 1, 1, 1], Mesh(pipeline=4)) == [[0], [1], [2], [3]]
+    assert hosts_of([3, 9], Mesh(shard=8)) == [[0, 1, 2], [3, 4, 5, 6, 7]]
