@@ -411,7 +411,7 @@ class Agent:
             return
         for number, wanted in workers.items():
             worker, life = self._workers.now.get(number), wanted["life"]
-            if worker is None and number >= SERVERS and number not in self._declined and not wanted["out"]:
+            if worker is None and wanted["newcomer"] and number not in self._declined and not wanted["out"]:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
             elif worker is None and self._is_due(number, wanted):
                 together[number] = max(life, 0)

@@ -75,6 +75,7 @@ class Coordinator:
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
     group_sizes: tuple[int, ...] = (1,)  # of the plan's mesh
     reserved: set[int] = field(default_factory=set)  # workers of the first host, until it has joined
+    mirrors: bool = False  # whether hosts keep copies of each other's state in memory
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -87,6 +88,7 @@ class Coordinator:
         self._raised: set[Any] = set()  # exceptions, and lines at which a worker hung, that the team has survived
         self._causes: Counter[str] = Counter()  # how often each cause has led to a loss
         self._detection = 0.0  # seconds before the loss that led to this generation was known
+        self._back_since: float | None = None  # when the loss happened after which all workers went back
         self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
@@ -109,11 +111,13 @@ class Coordinator:
         vacant = [] if known or self.recovering < math.inf else pick_ranks(self._vacant, count, self.group_sizes)
         for number in known or [*vacant, *range(first, first + count - len(vacant))]:
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
+            if number in vacant:
+                self._placement.vacate(number)
             if slot.agent not in (agent, ""):
                 continue
             self.version += slot.agent != agent or number in vacant
             slot.agent = agent
-            if number in members and self.roster.is_founding:
+            if number in self.first and self.roster.is_founding:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
             elif known and slot.report == WorkerReport():
@@ -122,10 +126,13 @@ class Coordinator:
 
     @property
     def _vacant(self) -> list[int]:
-        """The workers of the first team that no host has yet."""
-        members = self.roster.members if self.roster.is_founding else ()
-        have = {number for number, slot in self.slots.items() if slot.agent} | self.reserved
-        return [number for number in members if number not in have]
+        """The workers of the first team that a joining host gets: no host has them, or the host of a part of a replica is
+        gone.
+        """
+        have = {number for number, slot in self.slots.items() if slot.agent and slot.agent not in self.gone}
+        if not self.roster.is_founding and self.roster.replica_size == 1:
+            return []
+        return [number for number in self.first if number not in have | self.reserved]
 
     def _store_of_first(self, agent: str) -> tuple[str, int] | None:
         """The address of the store at which the first team meets: without a port, a worker of this agent serves it; None
@@ -149,12 +156,16 @@ class Coordinator:
         self.gone.discard(agent)
         if agent in self.awaited:
             del self.awaited[agent]
-            servers = [number for number, slot in self.slots.items() if number >= SERVERS and slot.agent == agent]
-            self._say(f"the host of {ranks(servers)} responds again")
+            back = [number for number, slot in self.slots.items() if slot.agent == agent]
+            servers = [number for number in back if number >= SERVERS]
+            self._say(f"the host of {ranks(servers or back)} responds again")
         self.version += self._placement.place_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
         for number, report in workers.items():
             slot = self.slots.get(number)
+            if slot is not None and not slot.agent and number in self._vacant:
+                slot.agent = agent  # it is back before another host has come
+                self.version += 1
             if slot is None or slot.agent != agent:
                 continue
             if slot.life == UNKNOWN:
@@ -204,7 +215,8 @@ class Coordinator:
         members = [number for number in lost if not self.slots[number].newcomer]
         before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
         if members and not self._survivors(lost):
-            return  # no other worker could go on: the agent may come back
+            self._lose_last_replica(agent, members, why, seconds, ended)
+            return
         if servers and not ended and not held_elsewhere(self.slots, servers):
             self._await(agent, servers, why)
             return
@@ -226,11 +238,26 @@ class Coordinator:
             else:
                 self._restart(number)
 
-    def _await(self, agent: str, servers: list[int], why: str) -> None:
+    def _lose_last_replica(self, agent: str, lost: list[int], why: str, seconds: float, ended: bool) -> None:
+        """Goes back to the newest copy of the state, if other hosts have parts of the replica. Without copies in memory
+        that costs steps, and a silent agent may come back first. If no other host has a part, the run waits for it.
+        """
+        if not self._can_go_back:
+            return
+        if not (ended or self.mirrors or self.roster.is_founding):
+            self._await(agent, lost, why)
+            return
+        self._causes["host"] += 1
+        if self._causes["host"] > self.max_restarts:
+            self._fail(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})")
+        else:
+            self._go_back(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", seconds)
+
+    def _await(self, agent: str, lost: list[int], why: str) -> None:
         self.awaited[agent] = self._now + AWAITED, why
-        what = "a copy of its state" if len(servers) == 1 else "copies of their states"
-        been = f"{ranks(servers)} may be lost ({why})"
-        self._say(f"{been}, and no other server has {what}: the run waits for {AWAITED:.0f} s")
+        what = "a copy of its state" if len(lost) == 1 else "copies of their states"
+        been, others = f"{ranks(lost)} may be lost ({why})", "server" if lost[0] >= SERVERS else "worker"
+        self._say(f"{been}, and no other {others} has {what}: the run waits for {AWAITED:.0f} s")
 
     def bye(self, agent: str) -> None:
         """Handles an agent that ends because all its workers have ended."""
@@ -348,6 +375,10 @@ class Coordinator:
         self.version += roster.is_founding and report.store != previous.store
         if report.ready and not previous.ready and not slot.newcomer:
             roster.ready(number)
+            if self._back_since is not None and not roster.is_founding:
+                seconds, self._back_since = now - self._back_since, None
+                self.record("recovered", workers=list(roster.members), seconds=seconds)
+                self._say(f"{plural(len(roster.members), 'worker')} train again {seconds:.1f} s after the loss")
         if report.formed > previous.formed:
             new = number not in roster.established
             roster.formed(number, report.formed)
@@ -369,7 +400,7 @@ class Coordinator:
         if self.slots[number] is not slot:  # all workers have gone back to the last checkpoint
             return
         needed = not held_elsewhere(self.slots, [number]) if number >= SERVERS else not slot.newcomer
-        if report.declined and needed and (number >= SERVERS or not self.roster.begun):
+        if report.declined and needed and (number >= SERVERS or self.roster.is_founding or not self.roster.begun):
             self._fail([number], "cannot be restarted")
         elif report.declined:
             slot.out = True
@@ -466,9 +497,34 @@ class Coordinator:
         """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
         self.roster = Membership(members, self.roster.number, replica_size=self.roster.replica_size)
         self._form_again_due = math.inf
-        for number in {*members, *others}:
+        for number in {*members, *others} & self.slots.keys():
             self._placement.restart(number, self.slots[number].life + 1, newcomer=number not in members)
         self.version += 1
+
+    @property
+    def _can_go_back(self) -> bool:
+        """Whether all workers may start again as the first team: the last replica, or that team, is on several hosts."""
+        agents = {self.slots[number].agent for number in self.roster.members if number in self.slots}
+        parted = self.roster.is_founding or self.roster.replica_size > 1
+        return parted and len(agents) > 1 and self.max_restarts > 0 and not (self.stop or self.failing or self.over)
+
+    def _go_back(self, lost: list[int], why: str, detection: float = 0.0) -> None:
+        """Starts the first team again, from the newest copy of the state: no replica is left. Where a host is gone, the
+        team waits for another one.
+        """
+        left = left_of(lost, self.slots, self.logs)
+        self.record("lost", workers=lost, why=why, step=self.step)
+        self.order, self._leaving_members, self._restoring_servers, self.coming = None, set(), set(), {}
+        self._new_exceptions, self._judge_due = [], math.inf
+        self._delayed_starts.clear()
+        self._start_anew(self.first, [number for number, slot in self.slots.items() if slot.alive])
+        for number, slot in self.slots.items():
+            if slot.agent in self.gone:
+                self._placement.vacate(number)
+        self._back_since = self._now - detection
+        wait = f" once a host takes the place of {ranks(vacant)}" if (vacant := self._vacant) else ""
+        copy = "copies in memory or the last checkpoint" if self.mirrors else "the last checkpoint"
+        self._say(f"{ranks(lost)} {why}, and no replica is left: all workers go back to {copy}{wait}{left}")
 
     def _judge(self) -> None:
         """Goes on without the workers that raised an exception, unless all workers did."""
@@ -550,6 +606,9 @@ class Coordinator:
             self._lose_servers([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
+        if not left and not failure and restarts and self._can_go_back:
+            self._go_back([number], why)
+            return True
         if not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
             return False
         pause = pause_of(slot)
