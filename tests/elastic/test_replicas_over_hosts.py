@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable
 
 import pytest
-from host_teams import HostTeam, alone
+from host_teams import HostTeam
 from host_teams import host_team as host_team
 from host_teams import hosts as hosts
+from host_teams import undisturbed
 from oracle import apart
 from safetensors.torch import load_file
 
@@ -27,11 +28,44 @@ def test_launch_starts_a_plan_over_four_hosts(
     team = host_team(2, 2, 2, 2)
     team.start(plan, "--checkpoints", str(team.folder / "checkpoints"))
     team.end()
-    whole = alone(tmp_path_factory, "micro=2")
+    whole = undisturbed(tmp_path_factory, "micro=2")
     assert apart(load_file(team.folder / "out.safetensors"), load_file(whole / "out.safetensors")) <= 1e-12
     (start,) = team.events("start")
     assert start["workers"] == 8, json.dumps(start)
     assert " needs 8 workers: the run begins on several hosts together\n" in team.text
+
+
+MIRRORED = ["shard=8 zero=3 micro=2 exact", "pipeline=4 micro=2 exact", "tensor=2 pipeline=2 data=2 micro=2 exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", MIRRORED)
+def test_loss_of_a_host_loses_nothing(
+    plan: str, host_team: Callable[..., HostTeam], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All of its processes are killed. Another agent takes its place, and training goes on from memory: there is no
+    checkpoint that all workers can read.
+    """
+    workers = (1, 1, 1, 1) if plan.startswith("pipeline") else (2, 2, 2, 2)
+    calm = undisturbed(tmp_path_factory, plan, sum(workers))
+    team = host_team(*workers)
+    team.start(plan, "--mirror", "1", "--save-every", "1000", "--checkpoints", str(team.folder / "checkpoints"))
+    team.until_step(6)
+    team.lose(1)
+    team.end()
+    assert (team.folder / "out.safetensors").read_bytes() == (calm / "out.safetensors").read_bytes()
+    lost = team.events("lost")[0]
+    assert {*lost["workers"]} <= {1, 2, 3}
+    if "data=2" in plan:  # the other replica has gone on
+        assert len(team.events("start")) == 1
+        return
+    _, start = team.events("start")
+    assert 0 < start["resumed_from"] <= lost["step"]
+    assert start["resumed_in"] == "the copies in the memory of 4 hosts"
+    (recovered,) = team.events("recovered")
+    assert recovered["workers"] == [*range(sum(workers))]
+    assert f"resuming from step {start['resumed_from']} of the copies in the memory of 4 hosts\n" in team.text
+    assert f" workers train again {recovered['seconds']:.1f} s after the loss\n" in team.text
 
 
 def hosts_of(counts: list[int], mesh: Mesh) -> list[list[int]]:

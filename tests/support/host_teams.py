@@ -60,15 +60,15 @@ if trainer.main:
 """
 
 
-def alone(factory: pytest.TempPathFactory, plan: str) -> Path:
-    """The folder in which one worker has trained the script under a plan, undisturbed."""
+def undisturbed(factory: pytest.TempPathFactory, plan: str, workers: int = 1) -> Path:
+    """The folder in which so many workers of one host have trained the script under a plan."""
 
     def make(folder: Path) -> None:
         (folder / "train.py").write_text(SCRIPT)
         (folder / "gate").touch()
-        paceline("run", "--plan", plan, "train.py", cwd=folder)
+        paceline("run", "--workers", str(workers), "--plan", plan, "train.py", cwd=folder)
 
-    return once(factory, f"replicas over hosts, alone, {plan}", make)
+    return once(factory, f"replicas over hosts, {workers} on one, {plan}", make)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class HostTeam:
         (self.folder / "train.py").write_text(SCRIPT)
         *there, here = self.network.hosts
         names = "abcdefgh"[: len(there)]
-        install_ssh(self.folder, dict(zip(names, there, strict=True)))
+        install_ssh(self.folder, dict(zip(names, there, strict=True)), stays=True)
         spec = ",".join(f"{name}:{count}" for name, count in zip(names, self.workers, strict=True))
         variables = {"PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", **env}
         words = ["--hosts", spec, "--run-dir", "run", "--cwd", str(self.folder), "--plan", plan]

@@ -30,7 +30,8 @@ from paceline.errors import FormatError
 
 At = tuple[str, int, str]  # where a host's folder is served: address, port, and the salt of the key
 PATIENCE = 20.0  # seconds for another host to answer, or to take a block
-_BLOCK = 16 << 20  # bytes that are asked for at once
+_BLOCK = 16 << 20  # bytes that are sent at once, at most
+_AHEAD, _KEPT = 4 << 20, 16  # bytes of a block that is read ahead, and how many are kept
 _LENGTH = struct.Struct("<Q")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _NO_ANSWER = "the memory of host {} does not answer"
@@ -249,12 +250,14 @@ class HostMemory:
     def __init__(self, own: Folder, at: At | None, key: Callable[[str], bytes]) -> None:
         self._own, self.at, self._key, self.another = own, at, key, own.another
         self._others: list[_OtherHost] = []  # the partner first
+        self._ahead: dict[tuple[str, str, int], bytes] = {}  # the last blocks of files that were read
 
     def __str__(self) -> str:
         return f"the memory of {len(self._others) + 1} hosts" if self._others else str(self._own)
 
     def meet(self, hosts: Sequence[At | None]) -> None:
         """Takes where the workers' hosts serve their folders, by rank."""
+        self._ahead.clear()
         known = {other.at: other for other in self._others}
         ring = [*dict.fromkeys(at for at in hosts if at is not None)]
         start = ring.index(self.at) if self.at in ring else len(ring)
@@ -302,7 +305,7 @@ class HostMemory:
         """The bytes of a file."""
         if not self.is_elsewhere(folder, file):
             return self._own.read(folder, file)
-        return b"".join(self._pieces(folder, file, 0, self.sizes(folder).get(file, 0)))
+        return b"".join(self._pieces(folder, file))
 
     def local(self, folder: str, file: str) -> Path:
         """The path of a file on this host."""
@@ -313,20 +316,30 @@ class HostMemory:
         return bool(self._others) and not self._own.local(folder, file).exists()
 
     def read_part(self, folder: str, file: str, first: int, end: int) -> bytes:
-        """The bytes from `first` to `end` of a file that another host has."""
-        return b"".join(self._pieces(folder, file, first, end))
+        """The bytes from `first` to `end` of a file that another host has. It is read in blocks, the last of which are
+        kept: small tensors lie side by side.
+        """
+        pieces = list[bytes]()
+        for number in range(first // _AHEAD, -(-end // _AHEAD)):
+            start = number * _AHEAD
+            key = folder, file, number
+            if key not in self._ahead:
+                if len(self._ahead) == _KEPT:
+                    del self._ahead[next(iter(self._ahead))]
+                self._ahead[key] = self._piece(folder, file, start, start + _AHEAD)
+            pieces.append(self._ahead[key][max(first - start, 0) : end - start])
+        if sum(map(len, pieces)) != end - first:
+            raise OSError(errno.EIO, f"{file} is shorter than expected")
+        return b"".join(pieces)
 
-    def _pieces(self, folder: str, file: str, first: int, end: int) -> Iterator[bytes]:
-        request: dict[str, Any] = {"folder": folder, "file": file, "end": end}
-        if first == end:  # an empty file must exist
-            self.digest(folder, file)
-        while first < end:
-            at = first
-            piece = self._first(folder, file, lambda other: other.ask("read", first=at, **request))  # noqa: B023
-            if not piece:
-                raise OSError(errno.EIO, f"{file} is shorter than expected")
+    def _piece(self, folder: str, file: str, first: int, end: int) -> bytes:
+        return bytes(self._first(folder, file, lambda it: it.ask("read", folder=folder, file=file, first=first, end=end)))
+
+    def _pieces(self, folder: str, file: str) -> Iterator[bytes]:
+        first = 0
+        while piece := self._piece(folder, file, first, first + _BLOCK):
             first += len(piece)
-            yield bytes(piece)
+            yield piece
 
     def digest(self, folder: str, file: str) -> str:
         """The SHA-256 of a file, computed where it is."""
@@ -336,6 +349,7 @@ class HostMemory:
 
     def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
         """Writes a new file here and on the partner; returns its size in bytes and its SHA-256."""
+        self._ahead.clear()
         if not self._others:
             return self._own.write(folder, file, chunks)
         partner = self._others[0]

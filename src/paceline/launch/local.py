@@ -42,7 +42,7 @@ from paceline.launch.agent import Agent
 from paceline.launch.foreign_scripts import refuse_foreign
 from paceline.launch.fork_server import Kept
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
-from paceline.launch.mirror import mirror
+from paceline.launch.mirror import mirror, shared
 from paceline.launch.notify import Notifier
 from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
 from paceline.launch.preflight import refuse_fp8
@@ -206,7 +206,10 @@ def _begin(
             journal.write("start", workers=options.workers, hosts=1, raw=True, **about)
         link.run |= {"same": likeness(options), "given": given}
         link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
-        with Progress(kind=options.progress if options.debug is None else "plain") as progress:
+        with (
+            Progress(kind=options.progress if options.debug is None else "plain") as progress,
+            shared(options, lambda: link.token) as options,
+        ):
             progress.max_steps = options.max_steps
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
@@ -227,6 +230,8 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
     metrics, page, begun = link.run["served"]
     with (
+        mirror(options.mirror) as variables,
+        shared(replace(options, environment={**options.environment, **variables}), lambda: token) as options,
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
         _held(folder, options.patience, notifier) if has_own_folder else _open(folder, notifier) as journal,
         Progress(kind=options.progress) as progress,

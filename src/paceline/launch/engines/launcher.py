@@ -282,10 +282,18 @@ class Launcher:
             if now >= host.due and not self._hosts[0].over:
                 self._start(host)
             elif self._listens and host.like and not host.ordered and host.process is not None:
-                self._admit(host)
+                if not (self._size and self._is_before_others(host)):
+                    self._admit(host)
         ordered = [host for host in self._hosts if host.ordered and host.process is not None]
         if self._job.detach and not self._left and self._listens and all(host.begun for host in ordered):
             self._leave(ordered)
+
+    def _is_before_others(self, host: _Host) -> bool:
+        """Whether hosts that come before this one have been ordered to join, and have not joined yet: neighbours in the
+        list of hosts get neighbouring workers.
+        """
+        earlier = self._hosts[: self._hosts.index(host)]
+        return any(other.ordered and not other.begun and other.process is not None for other in earlier)
 
     def _leave(self, hosts: list[_Host]) -> None:
         """Leaves the run, which continues on these hosts without the launcher."""
