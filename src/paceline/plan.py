@@ -244,7 +244,7 @@ class Plan:
         """The workers that a run begins with if its first host has so many `workers`: these, or as many as the plan
         needs at least, if these are too few for it.
         """
-        needed = math.prod(value for row, value, _ in self.stated_words() if row.metadata["axis"])
+        needed: int = math.prod(value for row, value, _ in self.stated_words() if row.metadata["axis"])
         return max(workers, needed)
 
     def without(self, script: str, workers: int) -> Plan:

@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable
 
 import pytest
-from host_teams import HostTeam
+from host_teams import HostTeam, undisturbed
 from host_teams import host_team as host_team
 from host_teams import hosts as hosts
-from host_teams import undisturbed
 from oracle import apart
 from safetensors.torch import load_file
 

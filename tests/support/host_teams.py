@@ -93,9 +93,7 @@ class HostTeam:
         path = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
         with (self.folder / "console").open("wb") as out:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-            self.started = subprocess.Popen(
-                here.command(*command), cwd=self.folder, env=environment(**path), **streams
-            )
+            self.started = subprocess.Popen(here.command(*command), cwd=self.folder, env=environment(**path), **streams)
 
     def until_step(self, step: int) -> None:
         """Waits until the journal has this step."""

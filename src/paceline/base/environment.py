@@ -22,7 +22,8 @@ PROGRESS = ("plain", "rich", "none")  # kinds of progress that a console can sho
 MOST = 999_999_999_999  # more of anything than anybody has
 FUNCTION = "paceline.launch.function"  # the module that calls the function of `paceline.launch`
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
-MIRROR, MIRROR_AT = "PACELINE_MIRROR", "PACELINE_MIRROR_AT"  # of copies in memory: steps and folder, and their server
+# Of copies in memory: steps and folder; where they are served to other hosts.
+MIRROR, MIRROR_AT = "PACELINE_MIRROR", "PACELINE_MIRROR_AT"
 WAY, REFUSED = b"+", b"-"  # what a tunnel says of a way that was asked for
 ASKING = 20.0  # seconds that it may take
 
@@ -41,9 +42,10 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone replica's state, every so many steps, which is served to
-    other hosts at `mirror_at` (host, port, and the salt of its key); `max_steps` ends the run early; `tensorboard`: its figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`:
-    how it is shown; `heal`: workers whose weights differ take those of a majority; `verify_steps`: one step of so many
-    is computed twice and compared (0: none).
+    other hosts at `mirror_at` (host, port, and the salt of its key); `max_steps` ends the run early; `tensorboard`: its
+    figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`: how it is shown; `heal`: workers
+    whose weights differ take those of a majority; `verify_steps`: one step of so many is computed twice and compared
+    (0: none).
     """
 
     rank: int = 0

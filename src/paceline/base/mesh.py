@@ -142,7 +142,7 @@ def pick_ranks(free: Collection[int], count: int, sizes: Sequence[int]) -> list[
         groups = [run_of(rank, size) for rank in left if rank % size == 0]
         groups = [group for group in groups if {*group} <= {*left}]
         wanted = (count - len(picked)) // size
-        for group in (groups[-wanted:] if picked and wanted else groups[:wanted]):
+        for group in groups[-wanted:] if picked and wanted else groups[:wanted]:
             picked += group
         left = [rank for rank in left if rank not in picked]
     return sorted(picked)

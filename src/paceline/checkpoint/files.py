@@ -193,9 +193,8 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
                 return f"{current} is missing"
             if sizes[current] != entry["bytes"]:
                 return f"{current}: size is {sizes[current]} bytes instead of {entry['bytes']}"
-            if hashes:
-                if storage.digest(folder, current) != entry["sha256"]:
-                    return f"{current}: SHA-256 differs"
+            if hashes and storage.digest(folder, current) != entry["sha256"]:
+                return f"{current}: SHA-256 differs"
     except FileNotFoundError:
         return f"{current} is missing"
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Checkpoints in the memory of two hosts: a storage whose files are in the writer's host and in another one; its server.
+"""Checkpoints in the memory of two hosts: a storage whose files are on the writer's host and on another; its server.
 
-A file that a worker writes goes into the folder of its host in /dev/shm and, while it is written, over a connection into
-that of the next host. So each file is on two hosts, and the loss of one host loses none. Reading finds files on any
-host, and takes from other hosts only those bytes that are used. No torch.
+A file that a worker writes goes into the folder of its host in /dev/shm and, while it is written, over a connection
+into that of the next host. So each file is on two hosts, and the loss of one host loses none. Reading finds files on
+any host, and takes from other hosts only those bytes that are used. No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.environment import way_to
-from paceline.base.handshake import HELLO, NONCE, PROOF, MessageSeals, NewConnections, introduce, make_nonce, read_caller
+from paceline.base.handshake import (
+    HELLO,
+    NONCE,
+    PROOF,
+    MessageSeals,
+    NewConnections,
+    introduce,
+    make_nonce,
+    read_caller,
+)
 from paceline.base.memory import machine_memory
 from paceline.base.schema import read_message
 from paceline.checkpoint.storage import Chunks, Folder, blocks, file_digest
@@ -41,13 +50,13 @@ class _Wire:
     """One end of a connection between hosts: messages, each with its length and a seal."""
 
     def __init__(self, link: socket.socket, seals: tuple[MessageSeals, MessageSeals]) -> None:
-        self.link, (self._own, self._other) = link, seals
+        self.link, (self._sent_seals, self._received_seals) = link, seals
 
     def send(self, part: bytes | memoryview) -> None:
         """Sends a message. OSError: the connection is broken."""
         self.link.sendall(_LENGTH.pack(len(part)))
         self.link.sendall(part)
-        self.link.sendall(self._own.next(part))
+        self.link.sendall(self._sent_seals.next(part))
 
     def receive(self) -> bytearray:
         """Receives a message. OSError: the connection is broken, or the seal is wrong."""
@@ -55,7 +64,7 @@ class _Wire:
         if length > machine_memory():
             raise ConnectionError(errno.EPROTO, "a message is too long")
         part = _exactly(self.link, length)
-        expected = self._other.next(part)
+        expected = self._received_seals.next(part)
         if not secrets.compare_digest(_exactly(self.link, len(expected)), expected):
             raise ConnectionError(errno.EPROTO, "the seal of a message is wrong")
         return part
@@ -156,9 +165,11 @@ class MemoryServer:
             self._folder.put(folder, file, bytes(wire.receive()))
             return None, None
         if do == "remove":
-            return self._folder.remove(folder, files), None
+            self._folder.remove(folder, files)
+            return None, None
         if do == "tidy":
-            return self._folder.tidy(folder), None
+            self._folder.tidy(folder)
+            return None, None
         if do == "folders":
             return self._folder.folders(), None
         if do == "sizes":
@@ -202,8 +213,8 @@ class _OtherHost:
 
     @contextmanager
     def asking(self, do: str, **request: Any) -> Iterator[tuple[_Wire, dict[str, Any]]]:
-        """Sends a request, and yields the connection, for what is to follow it, and the answer, which is empty until the
-        context ends. OSError: the host refuses, or does not answer.
+        """Sends a request, and yields the connection, for what is to follow it, and the answer, which is empty until
+        the context ends. OSError: the host refuses, or does not answer.
         """
         answer: dict[str, Any] = {}
         with self._using:
@@ -239,7 +250,7 @@ class _OtherHost:
 
 
 class HostMemory:
-    """A storage in the memory of the run's hosts. `at` is where this host's folder is served, if it is.
+    """A storage in the memory of the run's hosts. `at` is where the `folder` of this host is served, if it is.
 
     `meet` says where those of all hosts are: the next one in their order becomes the partner, which gets a second copy
     of each file that is written on this host. Without other hosts, files are on this one only.
@@ -247,13 +258,13 @@ class HostMemory:
 
     shared = False
 
-    def __init__(self, own: Folder, at: At | None, key: Callable[[str], bytes]) -> None:
-        self._own, self.at, self._key, self.another = own, at, key, own.another
+    def __init__(self, folder: Folder, at: At | None, key: Callable[[str], bytes]) -> None:
+        self._local, self.at, self._key, self.another = folder, at, key, folder.another
         self._others: list[_OtherHost] = []  # the partner first
         self._ahead: dict[tuple[str, str, int], bytes] = {}  # the last blocks of files that were read
 
     def __str__(self) -> str:
-        return f"the memory of {len(self._others) + 1} hosts" if self._others else str(self._own)
+        return f"the memory of {len(self._others) + 1} hosts" if self._others else str(self._local)
 
     def meet(self, hosts: Sequence[At | None]) -> None:
         """Takes where the workers' hosts serve their folders, by rank."""
@@ -271,11 +282,11 @@ class HostMemory:
 
     def inside(self, folder: str) -> Folder:
         """A folder of this host only."""
-        return self._own.inside(folder)
+        return self._local.inside(folder)
 
     def folders(self) -> list[str]:
         """The names of the folders on any host that answers."""
-        names = {*self._own.folders()}
+        names = {*self._local.folders()}
         for other in self._others:
             with suppress(OSError):
                 names |= {*other.ask("folders")}
@@ -288,7 +299,7 @@ class HostMemory:
             with suppress(OSError):
                 sizes |= other.ask("sizes", folder=folder)
         with suppress(FileNotFoundError):
-            sizes |= self._own.sizes(folder)
+            sizes |= self._local.sizes(folder)
         return sizes
 
     def _first(self, folder: str, file: str, ask: Callable[[_OtherHost], Any]) -> Any:
@@ -304,16 +315,16 @@ class HostMemory:
     def read(self, folder: str, file: str) -> bytes:
         """The bytes of a file."""
         if not self.is_elsewhere(folder, file):
-            return self._own.read(folder, file)
+            return self._local.read(folder, file)
         return b"".join(self._pieces(folder, file))
 
     def local(self, folder: str, file: str) -> Path:
         """The path of a file on this host."""
-        return self._own.local(folder, file)
+        return self._local.local(folder, file)
 
     def is_elsewhere(self, folder: str, file: str) -> bool:
         """Whether only other hosts have a file."""
-        return bool(self._others) and not self._own.local(folder, file).exists()
+        return bool(self._others) and not self._local.local(folder, file).exists()
 
     def read_part(self, folder: str, file: str, first: int, end: int) -> bytes:
         """The bytes from `first` to `end` of a file that another host has. It is read in blocks, the last of which are
@@ -333,7 +344,9 @@ class HostMemory:
         return b"".join(pieces)
 
     def _piece(self, folder: str, file: str, first: int, end: int) -> bytes:
-        return bytes(self._first(folder, file, lambda it: it.ask("read", folder=folder, file=file, first=first, end=end)))
+        return bytes(
+            self._first(folder, file, lambda it: it.ask("read", folder=folder, file=file, first=first, end=end))
+        )
 
     def _pieces(self, folder: str, file: str) -> Iterator[bytes]:
         first = 0
@@ -344,14 +357,14 @@ class HostMemory:
     def digest(self, folder: str, file: str) -> str:
         """The SHA-256 of a file, computed where it is."""
         if not self.is_elsewhere(folder, file):
-            return self._own.digest(folder, file)
+            return self._local.digest(folder, file)
         return str(self._first(folder, file, lambda other: other.ask("digest", folder=folder, file=file)))
 
     def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
         """Writes a new file here and on the partner; returns its size in bytes and its SHA-256."""
         self._ahead.clear()
         if not self._others:
-            return self._own.write(folder, file, chunks)
+            return self._local.write(folder, file, chunks)
         partner = self._others[0]
         failure: OSError | None = None
         with partner.asking("write", folder=folder, file=file) as (wire, answer):
@@ -362,7 +375,7 @@ class HostMemory:
                     yield block
 
             try:
-                written = self._own.write(folder, file, passed_on())
+                written = self._local.write(folder, file, passed_on())
             except OSError as error:
                 failure = error
             wire.send(b"")
@@ -376,7 +389,7 @@ class HostMemory:
         """Writes a small file here and on the partner."""
         if self._others:
             self._others[0].ask("put", send=[data], folder=folder, file=file)
-        self._own.put(folder, file, data)
+        self._local.put(folder, file, data)
 
     def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
         """Removes these files of a folder on all hosts, or with None the whole folder."""
@@ -385,7 +398,7 @@ class HostMemory:
             with suppress(FileNotFoundError, ConnectionError):  # a host that is gone has taken its files with it
                 other.ask("remove", folder=folder, files=names)
         with suppress(FileNotFoundError):
-            self._own.remove(folder, names)
+            self._local.remove(folder, names)
 
     def tidy(self, folder: str) -> None:
         """Removes a folder on all hosts where it has no files."""
@@ -393,4 +406,4 @@ class HostMemory:
             with suppress(FileNotFoundError, ConnectionError):
                 other.ask("tidy", folder=folder)
         with suppress(FileNotFoundError):
-            self._own.tidy(folder)
+            self._local.tidy(folder)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
-from paceline.base.environment import SERVERS
 from paceline.base.heartbeat import DONE, LOADED
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
@@ -403,8 +402,8 @@ class Agent:
 
     def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
         """Starts and kills workers until each is in the life that the coordinator wants, and no worker that is out
-        runs. A worker is started again only after its last process has ended, and the workers of the first team once the
-        hosts of all of them have joined.
+        runs. A worker is started again only after its last process has ended, and the workers of the first team once
+        the hosts of all of them have joined.
         """
         together, self._ending_first = {}, []
         if self._workers.preparing:

@@ -31,8 +31,8 @@ from paceline.base.environment import (
     variable,
 )
 from paceline.base.journal import Journal, replace_file
-from paceline.base.mesh import pick_ranks
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
+from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural
 from paceline.base.tracebacks import short
 from paceline.checkpoint.lock import hold_lock
@@ -146,7 +146,11 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     if rank and options.run_dir is not None:
         where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
-    if not rank and options.plan is not None and (size := Plan.parse(options.plan).first_team(workers)) <= workers * count:
+    if (
+        not rank
+        and options.plan is not None
+        and (size := Plan.parse(options.plan).first_team(workers)) <= workers * count
+    ):
         where |= {"size": size if size > workers else 0}
     where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
     again = variable("PACELINE_AGAIN")
@@ -195,8 +199,7 @@ def _begin(
         )
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
-            name: getattr(options, name)
-            for name in ("script", "max_restarts", "min_workers", "begin", "store")
+            name: getattr(options, name) for name in ("script", "max_restarts", "min_workers", "begin", "store")
         }
         link.run["workers"] = options.size
         if options.raw:  # the loss of one worker ends all: `_launch` restarts them together

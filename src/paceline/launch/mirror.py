@@ -55,8 +55,8 @@ def mirror(steps: int | None) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def shared(options: LaunchOptions, token: Callable[[], bytes]) -> Iterator[LaunchOptions]:
-    """Serves the folder of the mirror to the run's other hosts, and yields the options of workers that use it. Without a
-    mirror, or without other hosts, it does nothing.
+    """Serves the folder of the mirror to the run's other hosts, and yields the options of workers that use it. Without
+    a mirror, or without other hosts, it does nothing.
     """
     _, _, folder = options.environment.get(MIRROR, "").partition(":")
     if not folder or (options.listen is None and options.join is None):

@@ -73,8 +73,8 @@ class LaunchOptions:
     - `chosen`: what `auto` has chosen as the plan. `deadline`: the monotonic time at which `max_time` is over.
       `config`: the script's part of the configuration file, as JSON.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
-    - `address`: our address; set by the agent. `size`: the number of workers with which the run begins, on this host and
-      on others that join; 0: those of this host.
+    - `address`: our address; set by the agent. `size`: the number of workers with which the run begins, on this host
+      and on others that join; 0: those of this host.
     """
 
     script: str

@@ -299,7 +299,7 @@ class CheckpointManager:
         error if that fails.
         """
         operations, group, storage = self.team.transactions, self.team.group, self._into
-        if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
+        if not isinstance(storage, Folder):
             return list(operations.members), None
         if self._writers is None or self._writers[0] != operations.number:
             probe, trouble = f".probe-{new_attempt()}", None

@@ -100,8 +100,8 @@ class Reporter:
     def report_start(
         self, plan: str, origin: str, seed: int, device: torch.device, resumed: int | None, location: str
     ) -> None:
-        """Writes the journal's `start` event, and tells the user what is unusual about this start. `resumed` is the step
-        of the state that it goes on from, which was at `location`.
+        """Writes the journal's `start` event, and tells the user what is unusual about this start. `resumed` is the
+        step of the state that it goes on from, which was at `location`.
         """
         world = self._team.world
         if origin != "default":

@@ -9,8 +9,8 @@ from typing import Any
 from paceline.base.environment import World
 from paceline.base.text import plural
 from paceline.checkpoint.files import FOLDER
-from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.host_memory import HostMemory
+from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import CHECKPOINTS, NO_MIRROR, RUN_DIR, Folder, storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError

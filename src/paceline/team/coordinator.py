@@ -126,8 +126,8 @@ class Coordinator:
 
     @property
     def _vacant(self) -> list[int]:
-        """The workers of the first team that a joining host gets: no host has them, or the host of a part of a replica is
-        gone.
+        """The workers of the first team that a joining host gets: no host has them, or the host of a part of a replica
+        is gone.
         """
         have = {number for number, slot in self.slots.items() if slot.agent and slot.agent not in self.gone}
         if not self.roster.is_founding and self.roster.replica_size == 1:
@@ -135,8 +135,8 @@ class Coordinator:
         return [number for number in self.first if number not in have | self.reserved]
 
     def _store_of_first(self, agent: str) -> tuple[str, int] | None:
-        """The address of the store at which the first team meets: without a port, a worker of this agent serves it; None
-        while the team cannot start.
+        """The address of the store at which the first team meets: without a port, a worker of this agent serves it;
+        None while the team cannot start.
         """
         if not self.roster.is_founding:
             return "", 0
@@ -503,7 +503,7 @@ class Coordinator:
 
     @property
     def _can_go_back(self) -> bool:
-        """Whether all workers may start again as the first team: the last replica, or that team, is on several hosts."""
+        """Whether all workers may start again as the first team: it, or the last replica, is on several hosts."""
         agents = {self.slots[number].agent for number in self.roster.members if number in self.slots}
         parted = self.roster.is_founding or self.roster.replica_size > 1
         return parted and len(agents) > 1 and self.max_restarts > 0 and not (self.stop or self.failing or self.over)

@@ -281,19 +281,18 @@ class Launcher:
         for host in self._hosts:
             if now >= host.due and not self._hosts[0].over:
                 self._start(host)
-            elif self._listens and host.like and not host.ordered and host.process is not None:
-                if not (self._size and self._is_before_others(host)):
-                    self._admit(host)
+            elif self._listens and host.like and not host.ordered and host.process is not None and self._is_next(host):
+                self._admit(host)
         ordered = [host for host in self._hosts if host.ordered and host.process is not None]
         if self._job.detach and not self._left and self._listens and all(host.begun for host in ordered):
             self._leave(ordered)
 
-    def _is_before_others(self, host: _Host) -> bool:
-        """Whether hosts that come before this one have been ordered to join, and have not joined yet: neighbours in the
-        list of hosts get neighbouring workers.
+    def _is_next(self, host: _Host) -> bool:
+        """Whether a host may join: where the run begins on several hosts together, one after the other, so that
+        neighbours in the list of hosts get neighbouring workers.
         """
-        earlier = self._hosts[: self._hosts.index(host)]
-        return any(other.ordered and not other.begun and other.process is not None for other in earlier)
+        earlier = self._hosts[: self._hosts.index(host)] if self._size else []
+        return not any(other.ordered and not other.begun and other.process is not None for other in earlier)
 
     def _leave(self, hosts: list[_Host]) -> None:
         """Leaves the run, which continues on these hosts without the launcher."""
@@ -335,8 +334,8 @@ class Launcher:
         self._order(first)
 
     def _set_size(self, are_all: bool) -> None:
-        """Sets the number of workers with which the run begins, if its plan needs more than the first host has. PlanError:
-        `are_all` hosts known, and they have too few.
+        """Sets the number of workers with which the run begins, if its plan needs more than the first host has.
+        PlanError: `are_all` hosts known, and they have too few.
         """
         text, counts = self._job.options.get("plan"), [host.like["workers"] for host in self._hosts if host.like]
         if text is None or len(self._hosts) == 1:

@@ -29,7 +29,10 @@ JOB: Any = (
     )
     | None
 )
-ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool, "size": Size}) | None
+ORDER: Any = (
+    form({"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool, "size": Size})
+    | None
+)
 
 # ---- from a host, by kind of message
 
