@@ -73,18 +73,20 @@ def undisturbed(factory: pytest.TempPathFactory, plan: str, workers: int = 1) ->
 
 @dataclass
 class HostTeam:
-    """Hosts a, b, c, ... with these numbers of workers, and the launcher, all in `folder`."""
+    """Hosts a, b, c, ... with these numbers of workers, and the launcher, all in `folder`. `more`: the script's end."""
 
     network: Network
     folder: Path
     workers: Sequence[int]
+    more: str = ""
     started: subprocess.Popen[bytes] | None = None
 
     def start(self, plan: str, *options: str, **env: str) -> None:
-        (self.folder / "train.py").write_text(SCRIPT)
+        (self.folder / "train.py").write_text(SCRIPT + self.more)
         *there, here = self.network.hosts
         names = "abcdefgh"[: len(there)]
         install_ssh(self.folder, dict(zip(names, there, strict=True)), stays=True)
+        options = ("--save-every", "1000", "--checkpoints", str(self.folder / "checkpoints"), *options)  # all see it
         spec = ",".join(f"{name}:{count}" for name, count in zip(names, self.workers, strict=True))
         variables = {"PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", **env}
         words = ["--hosts", spec, "--run-dir", "run", "--cwd", str(self.folder), "--plan", plan]

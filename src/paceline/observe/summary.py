@@ -98,6 +98,12 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
+        self.recovered = [
+            (event, attempt[0])
+            for attempt in attempts
+            for event in attempt
+            if event["event"] == "recovered" and attempt[0]["event"] == "start"
+        ]
         self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
         self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
@@ -475,6 +481,12 @@ def _noise(event: Event) -> str:
     return f"about {rows} rows ({looks}): a global batch beyond this size, or workers added for it, helps little"
 
 
+def _recovered(event: Event, start: Event) -> str:
+    """How long it took until all workers trained again, and from which state."""
+    source = f" from step {start['resumed_from']} of {start.get('resumed_in')}" if start.get("resumed_from") else ""
+    return f"{ranks(event.get('workers') or [])} train again{source}, {duration(event.get('seconds') or 0.0)} after the loss"
+
+
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
@@ -650,6 +662,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
+            *(("recovered", _recovered(*pair)) for pair in s.recovered),
             *(
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed

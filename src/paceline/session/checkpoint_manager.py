@@ -177,6 +177,11 @@ class CheckpointManager:
             self._is_alone = number, bool(common) and (len(set(hosts)) > 1 or group.size <= group.mesh.replica)
         return self._is_alone[1]
 
+    @property
+    def copies_every(self) -> int:
+        """The steps between two copies of the state in the memory of other hosts; 0 if there are none."""
+        return self._mirror[0] if self._mirror is not None and self._mirror[1].partner and self._alone else 0
+
     def _meet_hosts(self) -> None:
         """Tells all workers where the memory of each host is served, once in each generation. Collective."""
         number = self.team.transactions.number
@@ -392,7 +397,12 @@ class CheckpointManager:
         ]
 
     def _end(self, reports: Any) -> Any:
-        draft, work = self._draft, self._work(reports)
+        draft, work, part = self._draft, self._work(reports), self._part
+        if part is not None and part.result and self.copies_every and self._into is not self.storage:
+            counts = self.team.group.ledger.setdefault("copies", [0, 0, 0.0])
+            counts[0] += 1
+            counts[1] += sum(size for size, _ in part.result.values())
+            counts[2] += part.seconds
         if work is not None:
             self.commit = Background(work, "paceline-commit")
         elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
