@@ -20,6 +20,8 @@ from saved_by_deepspeed import KINDS, Tiny, groups, rows
 from saved_by_deepspeed import STEPS as DEEPSPEED_STEPS
 from test_import_weights import imported
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.functional import cross_entropy
 
 from paceline import Trainer, sample_index
@@ -82,13 +84,18 @@ def step_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def next_weights(
-    source: Path, run: Path, patch: pytest.MonkeyPatch, kind: str = "adamw", **options: Any
+    source: Path,
+    run: Path,
+    patch: pytest.MonkeyPatch,
+    kind: str = "adamw",
+    model: Callable[[], nn.Module] = net,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Imports a source, makes one step, and returns the weights."""
     text = import_model(source, run, **options)
     assert ", and the optimizer state (" in text
     with running(run, patch):
-        trainer = Trainer(net, lambda out, rows: cross_entropy(out, rows[1]), OPTIMIZERS[kind], global_batch=24)
+        trainer = Trainer(model, lambda out, rows: cross_entropy(out, rows[1]), OPTIMIZERS[kind], global_batch=24)
         list(trainer.steps(data, count=1, loader={"num_workers": 0}))
         return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
@@ -155,6 +162,14 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torc
 def test_fsdp(name: str, fsdp: tuple[Path, dict[str, torch.Tensor]], step_from: Callable[..., Any]) -> None:
     folder, wanted = fsdp
     assert apart(step_from(folder / name), wanted) <= 1e-12
+
+
+def test_folder_of_torch_under_other_names(step_from: Callable[..., Any], tmp_path: Path) -> None:
+    trained, folder = Trained("adamw"), tmp_path / "dcp"
+    weights, optimizer = get_state_dict(trained.model, trained.optimizer)
+    dcp.save({"model": weights, "optim": optimizer}, checkpoint_id=folder, no_dist=True)
+    step = step_from(folder, model=lambda: Wrapped(net()), renames=["=module."])
+    assert apart(step, {f"module.{name}": value for name, value in trained.next_weights().items()}) <= 1e-12
 
 
 @pytest.fixture(scope="module")

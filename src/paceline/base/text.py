@@ -162,3 +162,8 @@ def first_parts(text: str, room: int) -> str:
         return text
     begin, comma, _ = text[: room - 2].rpartition(", ")
     return f"{begin}, …" if comma else text
+
+
+def first_few(items: Sequence[Any], most: int = 5) -> str:
+    """Returns the first few items as text, and the number of the others."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.base.console import in_one_line, quoted
 from paceline.base.sharding import ShardingSpec
-from paceline.base.text import plural
+from paceline.base.text import first_few, plural
 from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
 from paceline.checkpoint.lazy import deferred, float_named
 from paceline.checkpoint.lock import hold_lock
@@ -22,8 +22,6 @@ from paceline.checkpoint.sources.contents import Contents, described
 from paceline.checkpoint.sources.folders import open_source
 from paceline.checkpoint.tree import flatten
 from paceline.errors import CheckpointError, UsageError
-
-_NAMED = 5
 
 
 def import_model(
@@ -56,18 +54,14 @@ def import_model(
 
     def tree() -> dict[str, Any]:
         held = read()
-        held.use_names(rename)
         saved: dict[str, Any] = {"model": {rename(name): tensor for name, tensor in held.weights.items()}}
         if optimizer and held.optimizers:
-            saved["imported_optimizers"] = held.optimizers
+            saved["imported_optimizers"] = held.renamed_optimizers(rename)
         return {"trainers": [{}] * trainer + [saved], "results": []}
 
-    def part(of_weights: bool) -> dict[str, Any]:
-        tensors, _ = flatten(tree(), "", live=True)
-        prefix = f"trainers.{trainer}.model."
-        return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix) is of_weights}
-
-    weights, states = deferred(lambda: part(True), kind), deferred(lambda: part(False))
+    prefix = f"trainers.{trainer}.model."
+    tensors = deferred(lambda: flatten(tree(), "", live=True)[0], kind, prefix)
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     skeleton = flatten(tree(), "", live=True)[1]
     manifest = {"tree": skeleton, "plan": "", "script": "", "workers": 0, "streams": [], "imported": str(source)}
     storage = checkpoints_of(run_dir)
@@ -81,7 +75,7 @@ def import_model(
             f"the run folder {in_one_line(run_dir)} could not be created: {error.strerror}", cure
         ) from error
     try:
-        write_checkpoint(storage, 0, {**weights, **states}, manifest)
+        write_checkpoint(storage, 0, tensors, manifest)
     finally:
         os.close(lock)
     size = size_text(sum(tensor.nbytes for tensor in weights.values()))
@@ -116,7 +110,7 @@ def _renaming(names: Sequence[str], renames: Sequence[str], source: Path) -> Cal
             )
         if not any(name.startswith(old) for name in names):
             what = f"--map {text} matches no tensor: no name in {in_one_line(source)} begins with {old}"
-            raise UsageError(what, f"the names are {_shorten_list(sorted(names))}")
+            raise UsageError(what, f"the names are {first_few(sorted(names))}")
 
     def rename(name: str) -> str:
         old, new = next(((old, new) for old, _, new in pairs if name.startswith(old)), ("", ""))
@@ -128,11 +122,6 @@ def _renaming(names: Sequence[str], renames: Sequence[str], source: Path) -> Cal
             what = f"--map gives {name} and {made[rename(name)]} the same name {rename(name)}"
             raise UsageError(what, "choose other prefixes")
     return rename
-
-
-def _shorten_list(items: Sequence[str]) -> str:
-    """The first few items as text, and the number of the others."""
-    return ", ".join(items[:_NAMED]) + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -214,5 +203,5 @@ def _other_names_and_shapes(
 
 def _refuse(what: str, kinds: Mapping[str, list[str]], cure: str) -> None:
     if any(kinds.values()):
-        details = "; ".join(f"{kind}: {_shorten_list(items)}" for kind, items in kinds.items() if items)
+        details = "; ".join(f"{kind}: {first_few(items)}" for kind, items in kinds.items() if items)
         raise CheckpointError(f"{what}: {details}", cure)

@@ -62,13 +62,19 @@ def float_named(name: str | None) -> torch.dtype | None:
     return FLOATS[name] if name else None
 
 
-def deferred(read: Callable[[], Mapping[str, Any]], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Returns the mapping of `read` with every tensor deferred; floating-point tensors are converted to `dtype`.
+def deferred(
+    read: Callable[[], Mapping[str, Any]], dtype: torch.dtype | None = None, below: str = ""
+) -> dict[str, Any]:
+    """Returns the mapping of `read` with every tensor deferred; floating-point tensors are converted to `dtype` if
+    their names begin with `below`.
 
     `read` maps files. It is called again from time to time, because touched pages count as memory until their mapping
     is dropped. Using a tensor raises CheckpointError if it holds finite values that are too large for `dtype`.
     """
     held, used = read(), 0
+
+    def kind_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        return dtype if dtype and tensor.is_floating_point() and name.startswith(below) else tensor.dtype
 
     def fetch(name: str) -> torch.Tensor:
         nonlocal held, used
@@ -77,11 +83,11 @@ def deferred(read: Callable[[], Mapping[str, Any]], dtype: torch.dtype | None = 
             held = read()
         used += held[name].nbytes
         tensor: torch.Tensor = held[name]
-        return _converted(name, tensor, dtype) if dtype and tensor.is_floating_point() else tensor
+        kind = kind_of(name, tensor)
+        return tensor if tensor.dtype == kind else _converted(name, tensor, kind)
 
     def defer(name: str, tensor: torch.Tensor) -> Deferred:
-        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        return Deferred(lambda: fetch(name), tensor.shape, kind)
+        return Deferred(lambda: fetch(name), tensor.shape, kind_of(name, tensor))
 
     return {name: defer(name, value) if isinstance(value, torch.Tensor) else value for name, value in held.items()}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.base.text import plural
+from paceline.base.text import first_few, plural
 from paceline.compute.blocks import blocks_of
 from paceline.errors import UsageError
 
@@ -49,8 +49,7 @@ def use_float8(model: nn.Module, device: torch.device) -> tuple[str, str]:
     decision = f"{plural(len(chosen), 'linear layer')} compute{'s' * (len(chosen) == 1)} in 8 bits"
     stays = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     if stays:
-        more = f" and {len(stays) - _NAMED} more" if len(stays) > _NAMED else ""
-        decision += f"; in bfloat16: {', '.join(stays[:_NAMED])}{more}"
+        decision += f"; in bfloat16: {first_few(stays, _NAMED)}"
     return decision, "precision=fp8 was given"
 
 

@@ -9,14 +9,13 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.console import in_one_line
-from paceline.base.text import plural
+from paceline.base.text import first_few, plural
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import optimizer_state, probe_state
 from paceline.errors import CheckpointError
 
 _CURE = "create the same optimizer as the program that saved it, or import again with --no-optimizer"
 _OPTIONS = ("lr", "betas", "eps", "momentum", "weight_decay")
-_NAMED = 5
 
 
 def adopted_optimizers(
@@ -100,6 +99,4 @@ def _plain(value: Any) -> Any:
 
 
 def _list(items: Sequence[Any]) -> str:
-    """The first few items as text, and the number of the others."""
-    texts = [str(item) for item in items[:_NAMED]]
-    return (", ".join(texts) or "nothing") + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
+    return first_few(items) or "nothing"

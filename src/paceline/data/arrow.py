@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from operator import index as as_index
 from typing import Any
 
 from paceline.data.byte_ranges import LocalFiles, RemoteFiles, find_files, names_of
 from paceline.data.parquet import values_of
-from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
+from paceline.data.row_groups import CACHE, GroupedRows, RowGroups, row_number
 from paceline.data.row_index import row_begins
 from paceline.errors import DatasetError, UsageError, first_line
 
@@ -160,10 +159,7 @@ class LanceRows:
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Several rows, in the order asked for. Raises IndexError."""
-        numbers = [as_index(row) + (len(self) if row < 0 else 0) for row in rows]
-        for row, number in zip(rows, numbers, strict=True):
-            if not 0 <= number < len(self):
-                raise IndexError(f"row {row} of {len(self)}")
+        numbers = [row_number(row, len(self)) for row in rows]
         if not numbers:
             return []
         table = self._dataset().take(numbers, columns=self._columns).combine_chunks()

@@ -148,7 +148,7 @@ class LocalFiles:
         with _reading(where, self._cure):
             return [os.stat(path).st_size for path in paths]
 
-    def version(self, path: str) -> tuple[int, int] | None:
+    def version(self, path: str) -> tuple[int, int]:
         """The size and the time of the last change of a file."""
         with _reading(path, self._cure):
             known = os.stat(path)
@@ -156,18 +156,20 @@ class LocalFiles:
 
     def stamp(self, path: str) -> tuple[int, str]:
         """The size and the time of the last change of a file, as an index keeps them."""
-        with _reading(path, self._cure):
-            known = os.stat(path)
-        return known.st_size, str(known.st_mtime_ns)
+        size, changed = self.version(path)
+        return size, str(changed)
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
         """The bytes of each span, as uint8 arrays."""
-        blocks = []
+        blocks, checked = [], set[str]()
         for span in spans:
-            with _reading(span[0], self._cure):
-                mapped = self._map(span[0])
-                _refuse_truncated(span[0], len(mapped))
-                blocks.append(_check_length(mapped[span[1] : span[2]], span))
+            path, start, stop = span
+            with _reading(path, self._cure):
+                mapped = self._map(path)
+                if path not in checked:  # once for all rows of a micro-batch: it is a system call
+                    _refuse_truncated(path, len(mapped))
+                    checked.add(path)
+                blocks.append(_check_length(mapped[start:stop], span))
         return blocks
 
 
@@ -223,10 +225,12 @@ class RemoteFiles:
 
     def find(self, pattern: str) -> list[str]:
         """The sorted paths of the files that the URL, which may be a glob pattern, names."""
+        system = self._opened()
+        path = self._root if pattern == self.url else self._path_of(pattern)
         if not glob.has_magic(pattern):
-            return [self.root(pattern) if pattern == self.url else self._path_of(pattern)]
+            return [path]
         with _reading(pattern, self._cure):
-            return sorted(self._opened().glob(self.root(pattern) if pattern == self.url else self._path_of(pattern)))
+            return sorted(system.glob(path))
 
     def open(self, path: str) -> Any:
         """The file, open for reading."""

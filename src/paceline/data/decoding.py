@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pickle import UnpicklingError
 from typing import Any
 
@@ -113,3 +114,16 @@ _BY_EXTENSION: dict[str, Callable[[bytes], Any]] = {
     "npz": _arrays,
     "pth": _tensors,
 }
+
+
+class Images:
+    """Decodes lists of images, which follow their number and their sizes, both from byte `start` on."""
+
+    def __init__(self, start: int, decode: Callable[[bytes], Any]) -> None:
+        self._start, self._decode = start, decode
+
+    def __call__(self, data: bytes) -> list[Any]:
+        (count,) = np.frombuffer(data, "<u4", 1, self._start).tolist()
+        begin = self._start + 4
+        ends = np.cumsum([begin + 4 * count, *np.frombuffer(data, "<u4", count, begin)]).tolist()
+        return [self._decode(data[one:other]) for one, other in pairwise(ends)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import index
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.data.byte_ranges import LocalFiles, RemoteFiles, Span
+from paceline.data.row_groups import locate
 from paceline.errors import DatasetError
 
 
@@ -54,11 +53,7 @@ class FileRows(Generic[File]):
 
     def locate(self, row: int) -> tuple[int, int]:
         """Returns the number of a row's file, and the number of the row in that file. Raises IndexError."""
-        row_index = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= row_index < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        file = bisect_right(self._starts, row_index) - 1
-        return file, row_index - self._starts[file]
+        return locate(row, self._starts)
 
     def read(self, rows: Sequence[int]) -> list[tuple[File, int, Any]]:
         """Returns each row's file, its number there, and its bytes as an uint8 array; all with one request per store.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from operator import index
 from typing import Any
 
 from paceline.data.byte_ranges import open_files
 from paceline.data.decoding import Decoder
+from paceline.data.row_groups import row_number
 from paceline.errors import DatasetError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
@@ -72,10 +72,7 @@ class ImageFolder:
 
     def __getitems__(self, rows: Sequence[int]) -> list[tuple[Any, int]]:
         """Several rows, in the order asked for. Raises IndexError."""
-        numbers = [index(row) + (len(self) if row < 0 else 0) for row in rows]
-        for row, number in zip(rows, numbers, strict=True):
-            if not 0 <= number < len(self):
-                raise IndexError(f"row {row} of {len(self)}")
+        numbers = [row_number(row, len(self)) for row in rows]
         paths = [f"{self._root}/{self._paths[number]}" for number in numbers]
         taken = list[tuple[Any, int]]()
         for number, path, data in zip(numbers, paths, self._store.contents(paths), strict=True):

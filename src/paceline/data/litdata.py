@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from operator import index
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from paceline.data.binary_shards import Shard, ShardFolder, decompress, split_sizes, table_of
 from paceline.data.byte_ranges import LocalFiles, RemoteFiles
-from paceline.data.decoding import open_image, raw_image
+from paceline.data.decoding import Images, open_image, raw_image
 from paceline.data.file_rows import FileRows
 from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
 from paceline.errors import DatasetError, UsageError, first_line
@@ -290,12 +289,6 @@ def _image_tensor(data: bytes) -> Any:
     return torch.from_numpy(np.asarray(upright).transpose(2, 0, 1).copy())
 
 
-def _image_tensors(data: bytes) -> list[Any]:
-    (count,) = np.frombuffer(data, "<u4", 1).tolist()
-    ends = np.cumsum([4 + 4 * count, *np.frombuffer(data, "<u4", count, 4)]).tolist()
-    return [_image_tensor(data[one:other]) for one, other in pairwise(ends)]
-
-
 _LISTS = {2: "<i8", 3: "<f8", 4: "?"}  # types of numbers, by the code of a list of them,
 _SINGLE = {8: "<q", 9: "<d", 10: "<?"}  # and of one
 _IN_RECORDS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}  # the same codes within records
@@ -379,6 +372,6 @@ _BY_FORMAT: dict[str, Decode] = {
     "numpy": _array_of_shape,
     "tensor": _tensor_of_shape,
     "pil": raw_image,
-    "jpeg_array": _image_tensors,
+    "jpeg_array": Images(0, _image_tensor),
     "json": _Nested.load,
 }

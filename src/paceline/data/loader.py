@@ -466,9 +466,13 @@ class Feed:
         if self._forks_each_epoch:
             steps = steps[: bisect_left(steps, self._end_of_epoch(start))]
         for step in steps:
-            epoch, first, cuts = self.grid_of(step)
-            for index, part, dummy in share_of(assignment, self.grid, sum(map(len, cuts))):
-                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
+            yield from self._slots_of(step, assignment)
+
+    def _slots_of(self, step: int, assignment: Assignment) -> Iterator[Slot]:
+        """Yields this worker's micro-batches of one global batch."""
+        epoch, first, cuts = self.grid_of(step)
+        for index, part, dummy in share_of(assignment, self.grid, sum(map(len, cuts))):
+            yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
 
     def _with_share(self, start: int, assignment: Assignment) -> range:
         """The global batches, from `start` on, in which this worker may have a share.
@@ -536,15 +540,9 @@ class Feed:
         """Loads the share of a global batch under another assignment. What is loaded ahead stays as it is."""
         if self.stream is not None:
             return self._stream_share(step, assignment)[2]
-        epoch, first, cuts = self.grid_of(step)
-        share = share_of(assignment, self.grid, sum(map(len, cuts)))
-        slots = (
-            Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
-            for index, part, dummy in share
-        )
         with RngState(torch.device("cpu")).preserved():
-            together = _Together(self.source, list(self.source.filled(slots)))
-            items = self.source.loaded(together, self._tell) if share else []
+            slots = list(self.source.filled(self._slots_of(step, assignment)))
+            items = self.source.loaded(_Together(self.source, slots), self._tell) if slots else []
         return [self._micro_batch(slot, batch) for slot, batch in items]
 
     def _describe_rows(self, step: int, number: int) -> str:

@@ -6,14 +6,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from paceline.data.binary_shards import Shard, ShardFolder, decompress, split_sizes, table_of
 from paceline.data.byte_ranges import LocalFiles
-from paceline.data.decoding import open_image, raw_image
+from paceline.data.decoding import Images, open_image, raw_image
 from paceline.data.file_rows import FileRows
 from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
 from paceline.errors import DatasetError, UsageError, first_line
@@ -82,12 +81,12 @@ class MDSRows(GroupedRows):
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Several rows, in the order asked for. Raises IndexError."""
-        shards = [self._rows.locate(row)[0] for row in rows]
+        located = [self._rows.locate(row) for row in rows]
         if not self._packed:
             read = [(file.path, data.tobytes()) for file, _, data in self._files.read(rows)]
         else:
-            read = [self._unpacked_row(row) for row in rows]
-        return [self._row(shard, *one) for shard, one in zip(shards, read, strict=True)]
+            read = [self._unpacked_row(shard, at) for shard, at in located]
+        return [self._row(shard, *one) for (shard, _), one in zip(located, read, strict=True)]
 
     def _checked(self, columns: Sequence[str] | None, folder: ShardFolder) -> dict[str, Callable[[bytes], Any]]:
         """Returns how the values of each wanted column are decoded. Raises UsageError and DatasetError."""
@@ -105,8 +104,7 @@ class MDSRows(GroupedRows):
             decoders[name] = decoder
         return decoders
 
-    def _unpacked_row(self, row: int) -> tuple[str, bytes]:
-        shard, at = self._rows.locate(row)
+    def _unpacked_row(self, shard: int, at: int) -> tuple[str, bytes]:
         data, offsets = self._rows.take(shard, self._unpack)
         return self._files.files[shard].path, data[offsets[at] : offsets[at + 1]]
 
@@ -166,19 +164,6 @@ class _Number:
         return np.frombuffer(data, self._type)[0]
 
 
-class _Images:
-    """Decodes lists of images, which follow their number and their sizes, both from byte `start` on."""
-
-    def __init__(self, start: int, decode: Callable[[bytes], Any]) -> None:
-        self._start, self._decode = start, decode
-
-    def __call__(self, data: bytes) -> list[Any]:
-        (count,) = np.frombuffer(data, "<u4", 1, self._start).tolist()
-        begin = self._start + 4
-        ends = np.cumsum([begin + 4 * count, *np.frombuffer(data, "<u4", count, begin)]).tolist()
-        return [self._decode(data[one:other]) for one, other in pairwise(ends)]
-
-
 def _text(data: bytes) -> str:
     return data.decode()
 
@@ -209,8 +194,8 @@ _BY_ENCODING: dict[str, Callable[[bytes], Any]] = {
     "str_decimal": _text_decimal,
     "pil": raw_image,
     **dict.fromkeys(("jpeg", "png"), open_image),
-    "list[pil]": _Images(4, raw_image),
-    **dict.fromkeys(("list[jpeg]", "list[png]"), _Images(4, open_image)),
-    **dict.fromkeys(("jpeg_array", "jpegarray"), _Images(0, open_image)),
+    "list[pil]": Images(4, raw_image),
+    **dict.fromkeys(("list[jpeg]", "list[png]"), Images(4, open_image)),
+    **dict.fromkeys(("jpeg_array", "jpegarray"), Images(0, open_image)),
     **{name: _Number(name) for name in _NUMBERS.split()},
 }

@@ -18,14 +18,13 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from numbers import Real
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from paceline.base.batching import stream_seed
 from paceline.data.order import LARGEST, sample_index
-from paceline.data.row_groups import GroupedRows
+from paceline.data.row_groups import GroupedRows, locate
 from paceline.errors import DatasetError, UsageError, a
 
 PERIOD = 1 << 16  # the largest denominator of a share, so that schedules stay small
@@ -102,11 +101,7 @@ class Mix:
         return [*self.sources][source], source_row
 
     def _locate(self, row: int) -> tuple[int, int]:
-        row_index = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= row_index < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        source = bisect_right(self._starts, row_index) - 1
-        return source, row_index - self._starts[source]
+        return locate(row, self._starts)
 
     def order(self, position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
         """Returns the row at a position of an epoch, in the order that follows the weights: in O(1), for any position.

@@ -15,6 +15,23 @@ from paceline.errors import UsageError
 CACHE = 256 << 20  # bytes of groups that a dataset keeps unless it is given another number
 
 
+def row_number(row: int, rows: int) -> int:
+    """Returns the number of one of so many rows, counted from the first one. Raises IndexError."""
+    number = index(row) + (rows if row < 0 else 0)
+    if not 0 <= number < rows:
+        raise IndexError(f"row {row} of {rows}")
+    return number
+
+
+def locate(row: int, starts: Sequence[int]) -> tuple[int, int]:
+    """Returns which part has a row, and the number of the row in it. `starts` has the first row of each part and, last,
+    the number of all rows. Raises IndexError.
+    """
+    number = row_number(row, starts[-1])
+    part = bisect_right(starts, number) - 1
+    return part, number - starts[part]
+
+
 class RowGroups:
     """Groups of these numbers of rows, none of them 0, of which as many stay in memory as `cache` bytes hold.
 
@@ -35,11 +52,7 @@ class RowGroups:
 
     def locate(self, row: int) -> tuple[int, int]:
         """Returns the group of a row, and the number of the row in it. Raises IndexError."""
-        row_index = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= row_index < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        group = bisect_right(self._starts, row_index) - 1
-        return group, row_index - self._starts[group]
+        return locate(row, self._starts)
 
     def take(self, group: int, read: Callable[[int], tuple[int, Any]]) -> Any:
         """Returns a group from memory, or what ``read(group)`` returns after the number of its bytes."""

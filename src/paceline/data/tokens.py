@@ -19,6 +19,7 @@ import numpy as np
 
 from paceline.base.schema import find_wrong, parse
 from paceline.data.byte_ranges import RemoteFiles, Span, open_files
+from paceline.data.row_groups import row_number
 from paceline.errors import DatasetError, FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Tokens:
         """Several rows, in the order asked for. Neighbours are read at once. Raises IndexError."""
         import torch  # here, because `paceline tokenize` needs none
 
-        wanted, length, runs = [self._row(row) for row in rows], self.length, list[range]()
+        wanted, length, runs = [row_number(row, len(self)) for row in rows], self.length, list[range]()
         for row in sorted(set(wanted)):
             if runs and runs[-1].stop == row:
                 runs[-1] = range(runs[-1].start, row + 1)
@@ -185,12 +186,6 @@ class Tokens:
             if most >= self._index["vocabulary"]:
                 what = f"{path} holds the token {most}, and the vocabulary has {self._index['vocabulary']}"
                 raise DatasetError(what, "create the folder again with `paceline tokenize`")
-
-    def _row(self, row: int) -> int:
-        row_index = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= row_index < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        return row_index
 
     def _read(self, spans: Sequence[tuple[int, int]]) -> Iterator[Any]:
         """Reads the tokens of each (begin, end) span; a span may lie in several shards."""

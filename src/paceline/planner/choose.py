@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.base.batching import Grid
 from paceline.base.console import in_one_line
-from paceline.base.text import duration, plural, size_of
+from paceline.base.text import duration, first_few, plural, size_of
 from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
@@ -278,4 +278,4 @@ def milliseconds(seconds: float) -> str:
 
 
 def _listed(plans: Sequence[str]) -> str:
-    return ", ".join(map(repr, plans[:3])) + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")
+    return first_few([*map(repr, plans)], 3)

@@ -74,16 +74,18 @@ class Contents:
             self.removed |= {prefix} - {""}
             self.removed |= {part for name in self.weights for part in _WRAPPERS.findall(name)}
             self.weights = {names[name]: value for name, value in self.weights.items()}
-            self.use_names(lambda name: _WRAPPERS.sub("", name).removeprefix(prefix))
+            self.optimizers = self.renamed_optimizers(lambda name: _WRAPPERS.sub("", name).removeprefix(prefix))
         return self
 
-    def use_names(self, change: Callable[[str], str]) -> None:
-        """Changes the names of the parameters in the states of optimizers."""
+    def renamed_optimizers(self, change: Callable[[str], str]) -> list[dict[str, Any]]:
+        """Returns the states of optimizers, with other names of their parameters where they have names."""
+        renamed = []
         for one in self.optimizers:
             named = all(isinstance(label, str) for group in one["params"] for label in group)
-            if named:
-                one["params"] = [[change(label) for label in group] for group in one["params"]]
-                one["state"] = {change(label): kept for label, kept in one["state"].items()}
+            params = [[change(label) for label in group] for group in one["params"]] if named else one["params"]
+            state = {change(label): kept for label, kept in one["state"].items()} if named else one["state"]
+            renamed.append({**one, "params": params, "state": state})
+        return renamed
 
 
 def contents_of(tree: Any, what: str) -> Contents:
