@@ -23,7 +23,19 @@ from paceline.errors import UsageError
 from paceline.observe.team_table import lanes_of
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of the run's events; the first thread numbers of a worker
-INSTANTS = ("generation", "formed", "lost", "recovered", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+INSTANTS = (
+    "generation",
+    "formed",
+    "lost",
+    "recovered",
+    "hang",
+    "failed",
+    "stopped",
+    "finished",
+    "shares",
+    "worker",
+    "links",
+)
 GONE = "delete that file to make the trace without it"
 MOST = 200_000  # step records times workers, beyond which neighbouring records are added up
 Span = dict[str, Any]

@@ -196,7 +196,7 @@ class Coordinator:
         """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
         if self.recovering < math.inf and number > self.roster.number:
             before, size = self.roster.members, self.roster.replica_size
-            self.roster = Membership(tuple(members), number, number, before=before, replica_size=size, founding=False)
+            self.roster = Membership(tuple(members), number, number, before=before, replica_size=size)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
@@ -495,7 +495,8 @@ class Coordinator:
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
-        self.roster = Membership(members, self.roster.number, replica_size=self.roster.replica_size)
+        size = self.roster.replica_size
+        self.roster = Membership(members, self.roster.number, replica_size=size, founding=True)
         self._form_again_due = math.inf
         for number in {*members, *others} & self.slots.keys():
             self._placement.restart(number, self.slots[number].life + 1, newcomer=number not in members)

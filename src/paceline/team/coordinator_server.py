@@ -502,8 +502,7 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> M
         (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
     )
     (number, members, at_once), *before = [*islice(generations, 2), (first[0], first[1], first[0])][:2]
-    is_first = not before  # the journal has no later generation
-    return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else (), founding=is_first)
+    return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
 
 
 def last_merge(folder: Path, since: int) -> dict[str, Any] | None:

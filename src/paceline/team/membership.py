@@ -41,11 +41,12 @@ class Membership:
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
     replica_size: int = 1
-    founding: bool = True  # whether it is the first team, which starts with what a checkpoint holds
+    founding: bool = False  # whether it is the first team, which starts with what a checkpoint holds
     renews: bool = False  # whether the same members are to form another generation between two steps
     replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the members of its replica
 
     def __post_init__(self) -> None:
+        self.founding |= self.number == 0
         self.set_replica_size(self.replica_size)
 
     def set_replica_size(self, size: int) -> None:
