@@ -484,7 +484,8 @@ def _noise(event: Event) -> str:
 def _recovered(event: Event, start: Event) -> str:
     """How long it took until all workers trained again, and from which state."""
     source = f" from step {start['resumed_from']} of {start.get('resumed_in')}" if start.get("resumed_from") else ""
-    return f"{ranks(event.get('workers') or [])} train again{source}, {duration(event.get('seconds') or 0.0)} after the loss"
+    seconds = duration(event.get("seconds") or 0.0)
+    return f"{ranks(event.get('workers') or [])} train again{source}, {seconds} after the loss"
 
 
 def _lost(event: Event) -> str:

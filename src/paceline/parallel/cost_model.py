@@ -69,8 +69,8 @@ class IslandFacts:
 class Cost:
     """The cost of a plan for one worker, in bytes: held at most, by category, and sent in a step, by ledger line.
 
-    Activations are not included; `copies` are the bytes in the memory of hosts for copies of the state; `in_flight` is the largest number of micro-batches, counted once for each stage, whose
-    activations are kept.
+    Activations are not included; `copies` are the bytes in the memory of hosts for copies of the state; `in_flight` is
+    the largest number of micro-batches, counted once for each stage, whose activations are kept.
     """
 
     parameters: int

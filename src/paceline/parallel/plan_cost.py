@@ -16,8 +16,8 @@ from paceline.plan import CODED_BYTES, Plan
 
 
 def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1, mirror: int = 0) -> Cost:
-    """Returns the cost of a plan for each of `workers` workers, if each runs `forwards` forwards in a step, and its part
-    of the state is copied into the memory of two hosts every `mirror` steps (0: never).
+    """Returns the cost of a plan for each of `workers` workers, if each runs `forwards` forwards in a step, and its
+    part of the state is copied into the memory of two hosts every `mirror` steps (0: never).
 
     The memory of activations, of exact sums and of their buffers is not included. The bytes sent along `pipeline`,
     `context` and `tensor` are those that a worker with these `facts` has sent in a measured micro-batch, times the
