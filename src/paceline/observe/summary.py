@@ -481,6 +481,12 @@ def _noise(event: Event) -> str:
     return f"about {rows} rows ({looks}): a global batch beyond this size, or workers added for it, helps little"
 
 
+def _losses(s: Summary) -> Rows:
+    """The losses of workers, and the recoveries of teams of which no replica was left."""
+    recovered = [("recovered", _recovered(*pair)) for pair in s.recovered]
+    return [*(("lost", _lost(event)) for event in s.lost), *recovered]
+
+
 def _recovered(event: Event, start: Event) -> str:
     """How long it took until all workers trained again, and from which state."""
     source = f" from step {start['resumed_from']} of {start.get('resumed_in')}" if start.get("resumed_from") else ""
@@ -662,8 +668,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("started", started_at(s)),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
-            *(("lost", _lost(event)) for event in s.lost),
-            *(("recovered", _recovered(*pair)) for pair in s.recovered),
+            *_losses(s),
             *(
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
