@@ -167,7 +167,8 @@ def test_coordinator_waits_for_a_host_in_the_place_of_a_lost_one() -> None:
     assert team.wanted("c") == {2: (1, ("host", 7)), 3: (1, ("host", 7))}
     team.report("a", 1, ready=True)
     team.report("c", 1, ready=True)
-    assert [event for event, _ in team.journal] == ["lost", "recovered"]
+    assert [event for event, _ in team.journal] == ["lost", "recovered", "decision"]
+    assert team.journal[-1][1]["why"] == "workers 2-3 are lost (the agent on b disconnected), and no replica was left"
 
 
 def test_silent_host_of_the_last_replica_takes_its_workers_again() -> None:

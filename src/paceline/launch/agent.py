@@ -251,7 +251,7 @@ class Agent:
             return False
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
-        if any(self._is_due(number, wanted) for number, wanted in self._wanted.items()):
+        if not self._leaving and any(self._is_due(number, wanted) for number, wanted in self._wanted.items()):
             return False  # they wait for the hosts of the others
         if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
             return False  # other hosts continue to train, and need our coordinator
@@ -419,7 +419,7 @@ class Agent:
             self._workers.lose(worker)
             if worker.alive and "failed" not in worker.events:
                 worker.process.signal(signal.SIGKILL)  # otherwise it could wake up and end a step of its old team
-            if worker.life == life or number in self._declined:
+            if worker.life == life or wanted["out"] or number in self._declined:
                 continue
             if worker.alive:
                 self._ending_first.append(worker)

@@ -173,7 +173,8 @@ class CheckpointManager:
         group, number = self.team.group, self.team.transactions.number
         if self._is_alone[0] != number:
             hosts = group.hosts
-            common = set.intersection(*({hosts[rank] for rank in replica} for replica in group.mesh.replicas))
+            replicas = group.mesh.replicas or [range(group.size)]
+            common = set.intersection(*({hosts[rank] for rank in replica} for replica in replicas))
             self._is_alone = number, bool(common) and (len(set(hosts)) > 1 or group.size <= group.mesh.replica)
         return self._is_alone[1]
 

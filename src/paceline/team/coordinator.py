@@ -89,6 +89,7 @@ class Coordinator:
         self._causes: Counter[str] = Counter()  # how often each cause has led to a loss
         self._detection = 0.0  # seconds before the loss that led to this generation was known
         self._back_since: float | None = None  # when the loss happened after which all workers went back
+        self._back_why = ""
         self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
@@ -111,7 +112,7 @@ class Coordinator:
         vacant = [] if known or self.recovering < math.inf else pick_ranks(self._vacant, count, self.group_sizes)
         for number in known or [*vacant, *range(first, first + count - len(vacant))]:
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
-            if number in vacant:
+            if number in vacant and slot.agent != agent:
                 self._placement.vacate(number)
             if slot.agent not in (agent, ""):
                 continue
@@ -377,8 +378,12 @@ class Coordinator:
             roster.ready(number)
             if self._back_since is not None and not roster.is_founding:
                 seconds, self._back_since = now - self._back_since, None
+                what = f"{plural(len(roster.members), 'worker')} train again {seconds:.1f} s after the loss"
                 self.record("recovered", workers=list(roster.members), seconds=seconds)
-                self._say(f"{plural(len(roster.members), 'worker')} train again {seconds:.1f} s after the loss")
+                self.record(
+                    "decision", what=f"all workers went back to a copy of the state: {what}", why=self._back_why
+                )
+                self._say(what)
         if report.formed > previous.formed:
             new = number not in roster.established
             roster.formed(number, report.formed)
@@ -522,7 +527,8 @@ class Coordinator:
         for number, slot in self.slots.items():
             if slot.agent in self.gone:
                 self._placement.vacate(number)
-        self._back_since = self._now - detection
+        self._back_since = self._now - detection if self._back_since is None else self._back_since
+        self._back_why = f"{ranks(lost)} {why}, and no replica was left"
         wait = f" once a host takes the place of {ranks(vacant)}" if (vacant := self._vacant) else ""
         copy = "copies in memory or the last checkpoint" if self.mirrors else "the last checkpoint"
         self._say(f"{ranks(lost)} {why}, and no replica is left: all workers go back to {copy}{wait}{left}")

@@ -521,6 +521,7 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     least = max(run["min_workers"], 0 if given["again"] else run["begin"])
     coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
     plan = Plan.parse(run["given"].get("plan") or "")
+    coordinator.first = tuple(range(run["workers"]))
     coordinator.mirrors = bool(run["given"].get("mirror"))
     coordinator.reserved = {*given["numbers"]}
     coordinator.group_sizes = plan.mesh(1).group_sizes
