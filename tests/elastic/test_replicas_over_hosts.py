@@ -132,9 +132,9 @@ class Team:
 
     def wanted(self, agent: str) -> dict[int, tuple[int, Any]]:
         """By worker: the life that it is to have, and the address of the store at which it starts."""
-        wanted = self.coordinator.orders(agent)["workers"]
-        assert not any(each["newcomer"] or each["out"] for each in wanted.values())
-        return {number: (each["life"], each["store"]) for number, each in wanted.items()}
+        orders = self.coordinator.orders(agent)
+        assert not any(each["newcomer"] or each["out"] for each in orders["workers"].values())
+        return {number: (each["life"], orders["store"]) for number, each in orders["workers"].items()}
 
 
 def begun_team() -> Team:

@@ -91,6 +91,7 @@ class Agent:
         self._failing: dict[int, str] = {}  # workers whose failure ends the run, and how they failed
         self._since: dict[int, float] = {}  # monotonic seconds at which that became known
         self._wanted: dict[int, dict[str, Any]] = {}  # the life of each worker that the coordinator wants
+        self._store: Any = None  # the address of the first team's store, once that team can start
         self._ending_first: list[Worker] = []  # processes that must end before their workers start again
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
@@ -358,6 +359,7 @@ class Agent:
             if version > self._lines:
                 self._lines = version
                 self.say(line, always)
+        self._store = orders["store"]
         self._wanted = {int(number): wanted for number, wanted in orders["workers"].items()}
         self._want(self._wanted)
         generation, messages = orders["generation"], []
@@ -429,11 +431,10 @@ class Agent:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
         if any(worker.alive for worker in self._ending_first if worker.rank in together):
             return
-        stores = [workers[number]["store"] for number in together]
         if together and self._stop is not None:  # no worker has anything to save
             self._at_once = True
-        elif together and None not in stores:
-            host, port = stores[0]
+        elif together and self._store is not None:
+            host, port = self._store
             self._start_again(together, partial(self._workers.start, together, (host, port) if port else None))
 
     def _look_at_ends(self, now: float) -> None:

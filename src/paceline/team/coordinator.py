@@ -325,12 +325,12 @@ class Coordinator:
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent must bring about: the life of each worker, and whether it is in the team."""
         more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
-        store = self._store_of_first(agent)
         return {
             "epoch": self.epoch,
             "version": self.version,
             "generation": generation_of(self.order, self.slots, more),
-            "workers": {n: {**each, "store": store} for n, each in self._placement.wanted(agent).items()},
+            "workers": self._placement.wanted(agent),
+            "store": self._store_of_first(agent),
             "failing": [[number, self.slots[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,

@@ -105,7 +105,7 @@ class WorkerSlot:
     @property
     def wanted(self) -> dict[str, Any]:
         """The state that the worker's agent must bring about."""
-        return {"life": self.life, "out": self.out, "newcomer": self.newcomer, "store": ("", 0)}
+        return {"life": self.life, "out": self.out, "newcomer": self.newcomer}
 
 
 def read_report(given: Mapping[str, Any]) -> WorkerReport:
