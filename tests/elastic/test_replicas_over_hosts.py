@@ -209,6 +209,9 @@ def test_copies_in_the_memory_of_two_hosts(tmp_path: Path) -> None:
     write_checkpoint(memories[0], 1, tensors, {}, keep=1)
     write_checkpoint(memories[0], 2, tensors, {}, keep=1)
     assert [[path.name for path in folder.iterdir()] for folder in folders] == [["step-000000000002"]] * 2 + [[]]
+    for request in ({"do": "remove"}, {"do": "remove", "folder": ".."}, {"do": "read", "folder": "a", "file": "../b"}):
+        with pytest.raises(OSError, match="a name is not allowed"):
+            memories[2]._others[0].ask(**request)
     shutil.rmtree(folders[0])
     servers[0].close()
     found = find_checkpoint(memories[2], print)

@@ -43,6 +43,7 @@ _BLOCK = 16 << 20  # bytes that are sent at once, at most
 _AHEAD, _KEPT = 4 << 20, 16  # bytes of a block that is read ahead, and how many are kept
 _LENGTH = struct.Struct("<Q")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_OF_FILES = "write", "put", "digest", "read"  # requests that name a file
 _NO_ANSWER = "the memory of host {} does not answer"
 
 
@@ -151,9 +152,9 @@ class MemoryServer:
         self, wire: _Wire, do: str, folder: str = "", file: str = "", first: int = 0, end: int = 0, files: Any = None
     ) -> tuple[Any, bytes | None]:
         """Carries out a request; returns its value and the bytes that follow."""
-        for name in (folder, file, *(files or ())):
-            if name and not _NAME.fullmatch(name):
-                raise OSError(errno.EINVAL, "a name is not allowed")
+        names = [folder] * (do != "folders") + [file] * (do in _OF_FILES) + [*(files or ())]
+        if not all(_NAME.fullmatch(name) for name in names):
+            raise OSError(errno.EINVAL, "a name is not allowed")
         if do == "write":
             received = _received(wire)
             try:
