@@ -27,6 +27,7 @@ GIVEN = (
     "heal",
     "config",
     "verify_steps",
+    "mirror",
 )
 RUN = {
     "script": "train.py",
@@ -53,6 +54,7 @@ ORDERS: dict[str, Any] = {
     "profile": {},
     "standbys": [],
     "failing": [],
+    "store": None,
     "lines": [],
     "generation": None,
     "merge": None,

@@ -88,6 +88,7 @@ class StartEvent(Journaled):
     threads: NotRequired[int | None]
     device: NotRequired[str | None]
     resumed_from: NotRequired[Count | None]
+    resumed_in: NotRequired[str]  # where that state was: a folder, a URL, or the memory of hosts
     began: NotRequired[Time | None]
 
 
@@ -459,7 +460,7 @@ KINDS: dict[str, type] = {
     "start": StartEvent,
     "generation": GenerationEvent,
     "spares": SparesEvent,
-    **dict.fromkeys(("formed", "lost"), MembersEvent),
+    **dict.fromkeys(("formed", "lost", "recovered"), MembersEvent),
     **dict.fromkeys(("finished", "stopped", "failed"), EndedEvent),
     "worker": ProcessEvent,
     "hang": HangEvent,

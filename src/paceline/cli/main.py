@@ -419,7 +419,8 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         "--mirror",
         least=1,
         metavar="K",
-        help="copy the state of a lone worker or replica into memory every K steps (default: off)",
+        help="copy the state of a lone worker or replica into memory every K steps, on several hosts into that of two"
+        " (default: off)",
     )
     option(
         "--steps",

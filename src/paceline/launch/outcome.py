@@ -117,7 +117,7 @@ class RunOutcome:
     @property
     def _size(self) -> int:
         """The number of workers with which the run began; 0 if another agent began it."""
-        return max(self._options.workers, self._options.begin) if self.first else 0
+        return max(self._options.workers, self._options.begin, self._options.size) if self.first else 0
 
     @property
     def _name(self) -> str:

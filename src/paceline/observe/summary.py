@@ -99,6 +99,7 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.host_events = [event for event in events if event["event"] in ("host", "excluded")]
+        self.recovered = [pair for attempt in attempts for pair in _recovered(attempt)]
         self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
         self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
@@ -363,6 +364,12 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
+def _recovered(attempt: list[Event]) -> list[tuple[Event, Event]]:
+    """Each event of a team that trains again after it went back, with the start of the attempt."""
+    start = attempt[0]
+    return [(event, start) for event in attempt if event["event"] == "recovered" and start["event"] == "start"]
+
+
 def _up(attempt: list[Event]) -> dict[str, bool]:
     """The workers that an attempt has had, and whether each is in the team now."""
     up: dict[str, bool] = {}
@@ -476,6 +483,19 @@ def _noise(event: Event) -> str:
         return f"too large for {looks}: the gradients of a step are mostly noise, so a larger global batch helps"
     rows = number(float(f"{scale:.2g}"))
     return f"about {rows} rows ({looks}): a global batch beyond this size, or workers added for it, helps little"
+
+
+def _losses(s: Summary) -> Rows:
+    """The losses of workers, and the recoveries of teams of which no replica was left."""
+    recovered = [("recovered", _recovered(*pair)) for pair in s.recovered]
+    return [*(("lost", _lost(event)) for event in s.lost), *recovered]
+
+
+def _recovered(event: Event, start: Event) -> str:
+    """How long it took until all workers trained again, and from which state."""
+    source = f" from step {start['resumed_from']} of {start.get('resumed_in')}" if start.get("resumed_from") else ""
+    seconds = duration(event.get("seconds") or 0.0)
+    return f"{ranks(event.get('workers') or [])} train again{source}, {seconds} after the loss"
 
 
 def _lost(event: Event) -> str:
@@ -682,7 +702,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("started", started_at(s)),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
-            *(("lost", _lost(event)) for event in s.lost),
+            *_losses(s),
             *(
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed

@@ -44,6 +44,7 @@ from paceline.base.journal import NAME, Journal, event_of, lines_from_end
 from paceline.base.schema import SAME_VERSION, check, read_file, read_json
 from paceline.base.text import ranks
 from paceline.errors import FormatError, PacelineError
+from paceline.plan import Plan
 from paceline.team.auth import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.coordinator_client import RefusedError, fence
@@ -542,6 +543,11 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
     coordinator.hosts = HostFailures(run.get("exclude_after"))
     coordinator.spares.size = max(run["workers"], run["begin"])
+    plan = Plan.parse(run["given"].get("plan") or "")
+    coordinator.first = tuple(range(run["workers"]))
+    coordinator.mirrors = bool(run["given"].get("mirror"))
+    coordinator.reserved = {*given["numbers"]}
+    coordinator.group_sizes = plan.mesh(1).group_sizes
     coordinator.version = time.time_ns() // 1_000_000  # higher than all versions of a previous coordinator
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])

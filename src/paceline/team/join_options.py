@@ -100,6 +100,7 @@ OPTIONS: dict[str, Check] = {
     "heal": switch,
     "verify_steps": parsed(parse_verify_steps),
     "config": _json_object,
+    "mirror": whole_number(1),
 }
 FIELDS: dict[str, Check] = {
     "script": path,

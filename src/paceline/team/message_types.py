@@ -105,7 +105,7 @@ ORDERS = form(
     each("epoch version agents stacks", Count)
     | each("over finished stop", bool)
     | each("coming servers", dict[Number, At])
-    | {"workers": by_number(form({"life": Last, "newcomer": bool, "out": bool}))}
+    | {"workers": by_number(form({"life": Last, "newcomer": bool, "out": bool})), "store": Address | None}
     | {"generation": GENERATION | None, "failing": list[tuple[Worker, str, str]], "merge": MERGE | None}
     | {"standbys": list[Address], "moved": Address | None, "lines": list[tuple[Count, str, bool]]}
     | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},

@@ -31,6 +31,7 @@ from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.preflight_run import Preflight
 from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
+from paceline.plan import Plan
 from paceline.team.host_failures import LEFT_OUT
 
 BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
@@ -111,6 +112,7 @@ class Launcher:
         self._began = time.monotonic()
         self._listens = ""  # the address of the coordinator
         self._checked = self._left = False
+        self._size = 0  # workers with which the run begins, if the first host has too few for the plan
         self._late = math.inf  # when to stop waiting for the other hosts
         self._beaten = 0.0
         self._preflight: Preflight | None = None
@@ -253,6 +255,7 @@ class Launcher:
             "join": join,
             "detach": self._job.detach,
             "slow": self._preflight.slow.get(host.spec.name, []) if self._preflight is not None else [],
+            "size": self._size if host.first else 0,
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
@@ -322,11 +325,18 @@ class Launcher:
         for host in self._hosts:
             if now >= host.due and not self._hosts[0].over:
                 self._start(host)
-            elif self._listens and host.like and not host.ordered and host.process is not None:
+            elif self._listens and host.like and not host.ordered and host.process is not None and self._is_next(host):
                 self._admit(host)
         ordered = [host for host in self._hosts if host.ordered and host.process is not None]
         if self._job.detach and not self._left and self._listens and all(host.begun for host in ordered):
             self._leave(ordered)
+
+    def _is_next(self, host: _Host) -> bool:
+        """Whether a host may join: where the run begins on several hosts together, one after the other, so that
+        neighbours in the list of hosts get neighbouring workers.
+        """
+        earlier = self._hosts[: self._hosts.index(host)] if self._size else []
+        return not any(other.ordered and not other.begun and other.process is not None for other in earlier)
 
     def _leave(self, hosts: list[_Host]) -> None:
         """Leaves the run, which continues on these hosts without the launcher."""
@@ -366,8 +376,25 @@ class Launcher:
                 what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), but the run needs all hosts"
                 raise LaunchError(what, "fix the cause, or use fewer hosts")
             self._say(f"{host.spec.name} does not answer yet ({why}); the run begins without it")
+        self._set_size(not waiting)
         self._checked = True
         self._order(first)
+
+    def _set_size(self, are_all: bool) -> None:
+        """Sets the number of workers with which the run begins, if its plan needs more than the first host has.
+        PlanError: `are_all` hosts known, and they have too few.
+        """
+        text, counts = self._job.options.get("plan"), [host.like["workers"] for host in self._hosts if host.like]
+        if text is None or len(self._hosts) == 1:
+            return
+        plan, total = Plan.parse(text), sum(counts)
+        size = plan.first_team(counts[0])
+        if size == counts[0] or plan.auto:
+            return
+        if are_all and size > total:
+            plan.validate(total)
+        self._size = size
+        self._say(f"the plan {plan} needs {size} workers: the run begins on several hosts together")
 
     def _admit(self, host: _Host) -> None:
         """Lets a host join, unless it differs from the first one."""

@@ -32,7 +32,7 @@ JOB: Any = (
 )
 ORDER: Any = (
     form(
-        {"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool},
+        {"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool, "size": Size},
         {"slow": list[str]},
     )
     | None

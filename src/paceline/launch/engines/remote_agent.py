@@ -81,6 +81,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
     for text in order.get("slow", ()):
         HostHistory().add(HostEntry(time.time(), "slow", text, options.run_dir or ""))
+    where["size"] = order["size"]
     options = replace(options, **where, on_listening=lambda address: _say("listens", address=address))
     broken = threading.Event()
     with _relayed(1, broken) as out, _relayed(2, broken) as error:
