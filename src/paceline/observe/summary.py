@@ -99,7 +99,7 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.host_events = [event for event in events if event["event"] in ("host", "excluded")]
-        self.recovered = [pair for attempt in attempts for pair in _recovered(attempt)]
+        self.recovered = [pair for attempt in attempts for pair in _returns(attempt)]
         self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
         self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
@@ -364,7 +364,7 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
-def _recovered(attempt: list[Event]) -> list[tuple[Event, Event]]:
+def _returns(attempt: list[Event]) -> list[tuple[Event, Event]]:
     """Each event of a team that trains again after it went back, with the start of the attempt."""
     start = attempt[0]
     return [(event, start) for event in attempt if event["event"] == "recovered" and start["event"] == "start"]
