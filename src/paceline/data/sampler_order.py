@@ -154,6 +154,8 @@ def parts_of(loader: DataLoader[Any], batch: int) -> LoaderParts:
         what = "the DataLoader has batch_size=None, so its dataset has batches and not rows"
         raise UsageError(what, "give it a dataset of rows and a batch size")
     options = {name: value for name in _OPTIONS if (value := getattr(loader, name))}
+    if options.get("prefetch_factor") == 2:  # torch's default, which counts batches and not micro-batches
+        del options["prefetch_factor"]
     order = None if isinstance(loader.dataset, IterableDataset) else _order_of(loader)
     if order is not None and loader.drop_last:
         size = rows_of(order, loader.dataset)
@@ -179,7 +181,7 @@ def take_apart(
         what += f", and the Trainer has global_batch={batch}"
         raise UsageError(what, "use the same number in both, or pass the dataset, with order= for its sampler")
     parts = parts_of(dataset, batch)
-    return parts.dataset, collate or parts.collate, order or parts.order, {**parts.options, **(options or {})}
+    return parts.dataset, collate or parts.collate, order or parts.order, parts.options if options is None else options
 
 
 def _order_of(loader: DataLoader[Any]) -> Order:
