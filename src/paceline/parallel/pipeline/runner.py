@@ -103,6 +103,7 @@ class PipelineRunner(Runner):
             raise UsageError(what, "leave pipeline= out")
         self._survey(chunks)
         pipeline, losses, sent_before = self.pipeline, list[Loss](), self.pipeline.messages.sent
+        moved_before = self._moved_by_tensor()
         in_flight: dict[tuple[int, int], _InFlight] = {}
         seconds = dict.fromkeys(pipeline.local_stages, 0.0)
         actions = pipeline.actions(len(chunks))
@@ -135,7 +136,12 @@ class PipelineRunner(Runner):
         self._check_balance(seconds, sums, options.step + 1)
         if chunks:
             self.job.inside["pipeline"] = (pipeline.messages.sent - sent_before) // len(chunks)
+            if "tensor" in self.job.inside:  # of all stages of this worker, and of the values gathered between them
+                self.job.inside["tensor"] = (self._moved_by_tensor() - moved_before) // len(chunks)
         return losses
+
+    def _moved_by_tensor(self) -> int:
+        return sum(one.bytes_sent for one in self.pipeline.job.redistributors if one is not None)
 
     def _begin_backward(self, action: Action, flight: _InFlight, options: StepOptions, last: bool) -> None:
         """Runs a backward, or the part of a split one for the gradients of the inputs, and sends these."""
