@@ -165,7 +165,7 @@ def test_kill_of_two_workers_leaves_their_host_out(
     here.members(2)
     reasons = "2 failures (worker 2 was killed by SIGKILL; worker 1 was killed by SIGKILL)"
     assert f"\nnowhere-2 is left out of the run after {reasons}\n" in here.agents[0].text
-    cure = "next: test this host; `paceline doctor` shows what is known of it"
+    cure = "next: test this host; `paceline doctor` shows its history"
     assert f"\nnowhere-2 is left out of the run after {reasons}\n{cure}\n" in here.agents[1].text
     again = here.start(1, 2)
     here.until(lambda: again.process.poll() is not None)

@@ -259,7 +259,8 @@ class Launched:
             f"--engine=--kubeconfig={self.pods.kubeconfig}",
         ]
         own = ["--image", IMAGE, "--claim", self.name, "--cpus=100m", "--cwd=/mnt/run"]
-        variables = ["--env=OMP_NUM_THREADS=1", f"--env=PYTHONPATH={SCRIPTS}"]
+        path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
+        variables = ["--env=OMP_NUM_THREADS=1", f"--env=PYTHONPATH={path}"]
         self.started.append(piped([*command, *own, *variables, *words], self.folder))
         return self.started[-1]
 

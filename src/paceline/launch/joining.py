@@ -175,7 +175,7 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
     except RefusedError as refused:
         if refused.code == FORBIDDEN:
             left_out = f"{host_name()} is left out of the run at {host}:{port} after {refused}"
-            raise HostExcludedError(left_out, "test this host; `paceline doctor` shows what is known of it") from None
+            raise HostExcludedError(left_out, "test this host; `paceline doctor` shows its history") from None
         differs = refused.reply.get("differs")
         if not differs:
             raise LaunchError(f"the run at {host}:{port} cannot be joined: {refused}", "see its console") from None

@@ -111,7 +111,7 @@ class RunOutcome:
     def left_out(self, reasons: str) -> int:
         """Prints that the run goes on without this host because of its failures. Returns the exit code."""
         what = f"{host_name()} is left out of the run after {reasons}"
-        self._say(f"{what}\nnext: test this host; `paceline doctor` shows what is known of it", always=True)
+        self._say(f"{what}\nnext: test this host; `paceline doctor` shows its history", always=True)
         return LEFT_OUT
 
     @property

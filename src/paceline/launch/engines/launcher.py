@@ -118,7 +118,6 @@ class Launcher:
         self._preflight: Preflight | None = None
         if job.preflight and len(self._hosts) > 1:
             self._preflight = Preflight([host.spec.name for host in self._hosts], self._measure, self._say)
-            self._preflight.has_links = engine.way(self._hosts[0].spec) is None
         self.stop_signal: int | None = None
         self.value = bytearray()
 

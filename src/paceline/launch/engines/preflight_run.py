@@ -61,12 +61,11 @@ def slow_ones(values: Mapping[str, float], about: Measured, least: float = 0.0) 
 
 class Preflight:
     """Collects the figures of the `names` of hosts. `ask` sends a host the address of another one, to measure the link
-    to it, and `say` prints a line. Without `has_links` hosts reach each other in another way, and links are left out.
+    to it, and `say` prints a line.
     """
 
     def __init__(self, names: Sequence[str], ask: Callable[[str, Any], None], say: Callable[[str], None]) -> None:
         self._names, self._ask, self._say = list(names), ask, say
-        self.has_links = True
         self._began = math.inf
         self._figures: dict[str, Mapping[str, Any]] = {}
         self._clocks: dict[str, float] = {}
@@ -101,7 +100,7 @@ class Preflight:
         elif self._waits or not self._figures.keys() >= {*names}:
             return False
         if self._rounds is None:
-            self._rounds = rounds(len(names)) if self.has_links and len(names) > 1 else iter(())
+            self._rounds = rounds(len(names)) if len(names) > 1 else iter(())
             self._names = [*names]
         for pairs in self._rounds:
             for one, other in ((self._names[one], self._names[other]) for one, other in pairs):
