@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 from agents import until
 from fault_runs import LONG, STEPS, Ended, Undisturbed, fired, same, train
+from fault_runs import calm as calm
 from fault_runs import undisturbed as undisturbed
 from host_folders import launched as launched
 from launching import paceline, train_basics
 
-from paceline.base.journal import read_journal
+from paceline.base.journal import Journal, read_journal
+from paceline.observe.metrics import METRICS
+from paceline.observe.summary import Summary, facts
+from paceline.observe.team_table import describe_team, happened, members
 
 WAIT = "wait:0@3.loading"  # until the spares are ready
 EXACT = "micro=2 exact"
@@ -111,6 +115,29 @@ def test_kill_of_a_spare_does_not_disturb_the_training(tmp_path):
     assert re.search(r"^  spares +\d spare workers? ready at the end; 1 spare worker entered the team$", report, re.M)
 
 
+def test_spares_are_in_the_table_of_workers_the_report_and_the_metrics(tmp_path):
+    journal = Journal(tmp_path)
+    journal.write("start", workers=2, hosts=1, plan="data=2")
+    for worker in range(3):
+        journal.write("worker", worker=worker, life=0, host="node7", pid=1 + worker, what="started")
+    journal.write("spares", workers=[2], enter=[], step=0)
+    journal.flush()
+    summary = Summary(tmp_path)
+    assert [(one.worker, one.state) for one in members(summary)] == [("0", "up"), ("1", "up"), ("2", "spare")]
+    assert describe_team(members(summary)).startswith("3 workers, 2 up, 1 spare")
+    (metric,) = [metric for metric in METRICS if metric.name == "paceline_spare_workers"]
+    assert [*metric.values(summary)] == [(("", ""), 1.0)]
+    journal.write("lost", workers=[1], why="was killed by SIGKILL", step=3)
+    journal.write("spares", workers=[], enter=[2], step=3)
+    journal.write("formed", number=2, workers=[0, 2], step=3, seconds=0.1)
+    journal.close()
+    summary = Summary(tmp_path)
+    assert [(one.worker, one.state) for one in members(summary)] == [("0", "up"), ("1", "lost"), ("2", "up")]
+    spares = "0 spare workers ready at the end; 1 spare worker entered the team"
+    assert ("spares", spares) in facts(summary)["What happened"]
+    assert "spare worker 2 enters the team" in [text for _, text in happened(summary)]
+
+
 @pytest.mark.slow
 def test_worker_of_a_spare_host_takes_the_place_of_a_lost_host(launched, tmp_path):
     """The spare has received the state and the sums of steps beforehand, since nobody else on its host has them."""
@@ -169,3 +196,15 @@ def test_run_refuses_spares_that_could_never_help(options, tmp_path):
 def test_plan_of_the_script_refuses_spares_that_could_never_help(tmp_path):
     done = train_basics(tmp_path, "list(make(plan='shard=2').steps(data))\n", 4, "--spares", "1", code=2)
     assert "--spares 1: a replica of the plan data=2 shard=2 zero=3 has 2 workers" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["server=1", "local=3 every=2"])
+def test_spare_takes_the_place_of_a_worker_of_other_plans(words, calm, tmp_path):
+    """To rounding, as without spares; a round or an asynchronous window ends before the spare enters."""
+    plan = f"micro=4 {words}"
+    ended = train(tmp_path, 3, LONG, f"{WAIT},kill:1@5.backward", 'journal.jsonl "formed" 2', plan=plan, spares=1)
+    assert fired(ended) == {WAIT, "kill:1@5.backward"}
+    assert [team for team, _ in formed(ended)] == [[0, 2], [0, 2, 3]]
+    if "server" in words:
+        calm.meets(ended, LONG)

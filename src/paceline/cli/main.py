@@ -129,7 +129,12 @@ def _configured(words: list[str], options: dict[str, Any]) -> tuple[dict[str, An
 
 
 def _run(
-    take_over: Path | None, raw: bool, max_restarts: int | None, settings: Sequence[str], **options: Any
+    take_over: Path | None,
+    raw: bool,
+    max_restarts: int | None,
+    settings: Sequence[str],
+    workers: int | None,
+    **options: Any,
 ) -> int | str:
     if take_over is not None:
         if raw:
@@ -137,7 +142,9 @@ def _run(
         return taken_over(take_over)
     if max_restarts is None:
         max_restarts = 0 if raw else LaunchOptions.max_restarts
-    launched = _launched(raw=raw, max_restarts=max_restarts, **options)
+    if workers is None:
+        workers = 0 if options["join"] and options["spares"] else 1
+    launched = _launched(raw=raw, max_restarts=max_restarts, workers=workers, **options)
     if "auto" in (launched.plan or "").split():
         from paceline.launch.auto import launch_with_chosen_plan
 
@@ -288,9 +295,9 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
 
 
-def _workers(option: Callable[..., Any], default: int, does: str, least: int = 1) -> None:
+def _workers(option: Callable[..., Any], default: int | None, does: str) -> None:
     """How many workers, and what to run as a module."""
-    option("--workers", least=least, default=default, metavar="N", help=f"{does} (default {default})")
+    option("--workers", least=1, default=default, metavar="N", help=f"{does} (default {default or 1})")
     option(*ELSEWHERE, dest=argparse.SUPPRESS, nargs="?", action=_Elsewhere, help=argparse.SUPPRESS)
     option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
 
@@ -801,7 +808,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
         "words of a plan:\n" + describe(),
         "Starts the workers, shows their progress, and ends with a report or an explanation of the failure.",
     )
-    _workers(option, 1, "number of worker processes", least=0)
+    _workers(option, None, "number of worker processes")
     option("--spares", least=0, default=0, metavar="N", help="further workers that replace lost ones (default 0)")
     option(
         "--raw",

@@ -300,9 +300,6 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(f"the script {in_one_line(options.script)} {how}", "pass the path of a Python training script")
     if not (options.raw or options.join or options.again or options.temporary):
         refuse_foreign(Path(options.script), options.workers)
-    if not options.workers and not (options.join and options.spares):
-        what = "--workers 0 starts no worker of the run"
-        raise UsageError(what, "use at least one worker, or add spares to a run with --join RUN --workers 0 --spares N")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES
     if options.workers + options.spares > most:
         what = f"{options.workers:,} workers need more open files than the limit of this process"

@@ -60,7 +60,7 @@ class LaunchOptions:
     - `max_time`: after which the run stops with a checkpoint.
     - `metrics`, `page`: addresses; `notify`: a shell command for failures, hangs and the end; `environment`: variables.
     - `max_restarts`: how often workers that were lost to one cause are restarted; 0: any loss ends the run.
-    - `spares`: additional workers that are ready to take the place of a lost one.
+    - `spares`: additional workers that are ready to take the place of lost ones; a host that joins may have no others.
     - `min_workers`: with fewer workers the run pauses; `begin`: it waits until there were this many workers once.
     - `raw`: the script trains by itself over torch.distributed, as one static team; `restarts`: how often all of its
       workers were restarted before.

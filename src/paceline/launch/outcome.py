@@ -249,7 +249,7 @@ class RunOutcome:
         given = {
             "--join": join,
             "--token-file": options.token_file if join else None,
-            "--workers": options.workers,
+            "--workers": options.workers or None,
             "--spares": options.spares or None,
             "--run-dir": None if join else short(self._folder),
             "--plan": options.plan if options.chosen is None else options.chosen.asked,

@@ -10,8 +10,9 @@ from paceline.team.spare_workers import refuse_spares
 
 
 def team_text(workers: int, spares: int) -> str:
-    """The number of workers, and of spares if there are any."""
-    return plural(workers, "worker") + (f", {plural(spares, 'spare')}" if spares else "")
+    """The number of workers, and of spares if there are any; a host that joins may have spares only."""
+    counts = [plural(workers, "worker")] if workers or not spares else []
+    return ", ".join([*counts, *([plural(spares, "spare")] if spares else [])])
 
 
 def check_spares(options: LaunchOptions) -> None:
