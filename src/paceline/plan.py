@@ -240,6 +240,13 @@ class Plan:
         axes = {axis: getattr(self, axis) or 1 for axis in AXES if axis != "data"}
         return Mesh(**axes).over(workers)
 
+    def first_team(self, workers: int) -> int:
+        """The workers that a run begins with if its first host has so many `workers`: these, or as many as the plan
+        needs at least, if these are too few for it.
+        """
+        needed: int = math.prod(value for row, value, _ in self.stated_words() if row.metadata["axis"])
+        return max(workers, needed)
+
     def without(self, script: str, workers: int) -> Plan:
         """This plan for a trainer whose own one says that its model is whole: `pipeline=1`, `context=1`, `tensor=1`."""
         disabled = {axis for axis in AXES[2:] if f"{axis}=1" in script.split() and (getattr(self, axis) or 1) > 1}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Sampler
 
 from paceline.base.batching import Grid, stream_seed
 from paceline.base.mesh import UNIT_AXES, Mesh
@@ -37,6 +38,7 @@ from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Source
 from paceline.data.row_stream import Position
+from paceline.data.sampler_order import take_apart
 from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate.evaluate import EvalPass, LossMean, evaluate
 from paceline.evaluate.predict import predicted
@@ -237,7 +239,9 @@ class Trainer(TrainerLogging):
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
         run.memory.report(run.team.world, run.script)
-        reporter.describe_model(self._number, {**size, "held": self.needs()[0][1]})
+        reporter.describe_model(
+            self._number, {**size, "held": cost(self.plan, facts_of(job), run.team.world.size).held}
+        )
         start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
@@ -499,7 +503,7 @@ class Trainer(TrainerLogging):
         epochs: int | None = None,
         count: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        order: Callable[..., Any] | None = None,
+        order: Callable[..., Any] | Sampler[Any] | None = None,
         loader: Mapping[str, Any] | None = None,
         **words: Never,
     ) -> Iterator[StepReport]:
@@ -508,13 +512,14 @@ class Trainer(TrainerLogging):
         A resumed run continues in the middle of the loop and ends where the undisturbed run would.
 
         Args:
-            dataset: A dataset with a length (rows by index), or an iterable one.
+            dataset: A dataset with a length (rows by index), an iterable one, or torch's DataLoader, whose dataset,
+                sampler, collate function and number of processes are used; its batch size must be the global batch.
             epochs: How often to go through the dataset (default 1). A resumed run counts those that are done.
             count: Instead of `epochs`: the number of optimizer steps.
             collate: Makes a batch of the samples of one micro-batch; torch's `default_collate` if not given.
             order: ``order(position, size, seed, epoch)`` returns the index of the sample at a position: any pure
                 function, by default `paceline.sample_index`, a random permutation of each epoch, or for a
-                `paceline.data.Mix` the order of its weights.
+                `paceline.data.Mix` the order of its weights. Or a sampler of torch, which is drawn once for each epoch.
             loader: Options of torch's DataLoader, for example ``{"num_workers": 4}``.
 
         Yields:
@@ -532,8 +537,10 @@ class Trainer(TrainerLogging):
         if epochs is not None and count is not None:
             raise UsageError("both epochs= and count= were given", "give one of them")
         count, epochs = whole_number("count", count), whole_number("epochs", epochs)
-        self._loader = {"collate": collate, "options": dict(loader or {})}
-        source = Source.of(dataset, self._seed, collate, order, loader or {})
+        batch = self._grid.global_batch
+        dataset, collate, order, loader = take_apart(dataset, batch, collate, order, loader)
+        self._loader = {"collate": collate, "options": dict(loader)}
+        source = Source.of(dataset, self._seed, collate, order, loader)
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
         phase.site = call_site()
         self.untouched.append(phase)

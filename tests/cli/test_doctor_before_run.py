@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import lacking
-from launching import environment, paceline
+from fake_ssh import install_ssh
+from launching import SCRIPTS, environment, paceline
 from networks import Network
 from networks import hosts as hosts
 from test_ssh import Shore
@@ -209,3 +211,34 @@ def test_hosts_behind_ssh(hosts: Callable[[int], Network], tmp_path: Path) -> No
         "BAD   a cannot reach c (No route to host): open all ports between the hosts, or those of --listen and "
         "of the coordinator" in said.stdout.splitlines()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_launch_compares_hosts_before_the_run(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    """All figures are shown, and a host with a link of 20 Mbit/s is named; without the check nothing is."""
+    network = hosts(4)
+    *far, here = network.hosts
+    far[1].cap(20)
+    ssh = {"PATH": f"{install_ssh(tmp_path, dict(zip('abc', far, strict=True)))}:{os.environ['PATH']}"}
+    (tmp_path / "train.py").write_text("from basics import *\nfor report in make().steps(data, count=2): pass\n")
+    variables = [
+        f"--env={name}={value}" for name, value in {"PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1"}.items()
+    ]
+    command = [sys.executable, "-m", "paceline", "launch", "ssh", "--hosts", "a,b,c", "--workers-per-host", "1"]
+
+    def launched(*options: str) -> str:
+        words = here.command(*command, *variables, *options, "train.py")
+        done = subprocess.run(words, cwd=tmp_path, env=environment(**ssh), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    said = launched("--run-dir", "one")
+    assert "\nchecking 3 hosts: memory, processors, disks, clocks and links\n" in f"\n{said}"
+    number = r"[\d.,]+"
+    spans = [f"memory bandwidth {number}( to {number})? GB/s", f"matrix products {number}( to {number})? GFLOP/s"]
+    spans += [f"a flush to disk {number}( to {number})? ms", f"links {number} to {number} Mbit/s"]
+    assert re.search(rf"^checked 3 hosts in \d\.\d s: {', '.join(spans)}$", said, re.M), said
+    slow = rf"^the link from b to c is slow: speed: {number} Mbit/s; the others {number} to {number} Mbit/s$"
+    assert re.search(slow, said, re.M), said
+    assert "checking" not in launched("--run-dir", "two", "--no-preflight")

@@ -86,6 +86,7 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
                 (4, "data=2 shard=2 zero=3", "mlp muon"),
                 (4, "shard=4 zero=2", "mlp muon"),
                 (4, "pipeline=2 tensor=2", "mlp"),
+                (4, "pipeline=2 virtual=2 tensor=2", "mlp"),
                 (2, "precision=bf16:pure", "mlp"),
                 (2, "precision=bf16:pure,stochastic", "mlp"),
                 (2, "shard=2 zero=2 precision=bf16:pure", "mlp"),

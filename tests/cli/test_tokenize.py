@@ -3,10 +3,12 @@ processes and after any kill."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DOCS
+from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from paceline.data import Tokens
+from paceline.data import Tokens, text_files
 from paceline.data import tokenize as maker
 from paceline.data.tokenize import tokenize
 from paceline.errors import DatasetError, LaunchError, UsageError
@@ -111,7 +115,7 @@ def test_the_same_bytes_from_any_number_of_processes(texts, trained, tmp_path, m
         documents = documents[1:-1]
         for path in (folder / "a.txt", folder / "deep" / "d.txt"):
             path.unlink()
-    monkeypatch.setattr(maker, "PIECE", 50)  # lines of one file go to several processes
+    monkeypatch.setattr(text_files, "PIECE", 50)  # lines of one file go to several processes
     for workers in (1, 3):
         inputs = [str(folder / "b.jsonl")] if shard_tokens < 600 else [f"{folder}/*.jsonl", str(folder)]
         tokenize(inputs, str(trained), tmp_path / str(workers), workers, shard_tokens)
@@ -145,17 +149,24 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
 # ---- pieces
 
 
+PACKED = {
+    "": lambda data: data,
+    ".gz": lambda data: gzip.compress(data[:5]) + gzip.compress(data[5:]),
+    ".zst": lambda data: b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (data[:5], data[5:])),
+}
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.text("ab\n", max_size=60), min_size=1, max_size=4), st.integers(1, 30))
-def test_pieces_are_whole_lines_and_may_be_begun_anywhere(tmp_path_factory, contents, size):
+@given(st.lists(st.text("ab\n", max_size=60), min_size=1, max_size=4), st.integers(1, 30), st.sampled_from([*PACKED]))
+def test_pieces_are_whole_lines_and_may_be_begun_anywhere(tmp_path_factory, contents, size, packing):
     folder = tmp_path_factory.mktemp("pieces")
-    paths = [str(folder / str(number)) for number in range(len(contents))]
+    paths = [str(folder / f"{number}.txt{packing}") for number in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):
-        Path(path).write_text(content)
-    sizes = [len(content) for content in contents]
+        Path(path).write_bytes(PACKED[packing](content.encode()))
+    sizes = [os.path.getsize(path) for path in paths]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maker, "PIECE", size)
-        pieces = list(maker._pieces(paths, sizes, 0, 0))
+        patch.setattr(text_files, "PIECE", size)
+        pieces = list(text_files.pieces_of(paths, sizes, "", 0, 0))
         for number, content in enumerate(contents):
             own = [piece for piece in pieces if piece.file == number]
             assert b"".join(piece.data for piece in own) == content.encode()
@@ -164,16 +175,57 @@ def test_pieces_are_whole_lines_and_may_be_begun_anywhere(tmp_path_factory, cont
                 assert piece.data.endswith(b"\n")
                 assert len(piece.data) >= size
         for place, piece in enumerate(pieces):
-            assert list(maker._pieces(paths, sizes, piece.file, piece.offset)) == pieces[place:]
+            again = list(text_files.pieces_of(paths, sizes, "", piece.file, piece.offset))
+            assert [one[:5] for one in again] == [one[:5] for one in pieces[place:]]
+
+
+def test_rows_of_a_table_in_pieces_may_be_begun_anywhere(tmp_path, monkeypatch):
+    texts = ["a" * (number % 7) for number in range(50)]
+    parquet.write_table(pyarrow.table({"n": [*range(50)], "text": texts}), tmp_path / "a.parquet", row_group_size=16)
+    path, size = str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size
+    monkeypatch.setattr(text_files, "PIECE", 10)
+    monkeypatch.setattr(text_files, "_ROWS", 5)
+    pieces = list(text_files.pieces_of([path], [size], "text", 0, 0))
+    assert [text for piece in pieces for text in piece.data] == texts
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len("".join(piece.data)) >= 10 for piece in pieces[:-1])
+    for place, piece in enumerate(pieces):
+        assert list(text_files.pieces_of([path], [size], "text", 0, piece.offset)) == pieces[place:]
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst", ".parquet", "categories"])
+def test_the_tokens_are_those_of_the_plain_text(texts, trained, tmp_path, monkeypatch, kind):
+    """Compressed files give the bytes of the plain ones, and so do the lines of the .jsonl file as rows of a table."""
+    folder, _ = texts
+    monkeypatch.setattr(text_files, "PIECE", 50)
+    monkeypatch.setattr(text_files, "_ROWS", 2)
+    inputs = [folder / name for name in ("b.jsonl", *([] if "." not in kind or kind == ".parquet" else ["a.txt"]))]
+    tokenize([*map(str, inputs)], str(trained), tmp_path / "plain", 2, 100)
+    (packed := tmp_path / "packed").mkdir()
+    if kind in PACKED:
+        for path in inputs:
+            (packed / f"{path.name}{kind}").write_bytes(PACKED[kind](path.read_bytes()))
+        (packed / f"a.txt{kind}").rename(packed / f"z{kind}")  # of which another ending need not say that it is text
+    else:
+        lines = [json.loads(line)["text"] for line in inputs[0].read_text().splitlines() if line]
+        column = pyarrow.array([line.replace("\ud83d", "\ufffd") for line in lines])
+        column = column.dictionary_encode() if kind == "categories" else column.cast("large_string")
+        parquet.write_table(pyarrow.table({"n": [*range(6)], "text": column}), packed / "b.parquet", row_group_size=4)
+    tokenize([str(packed)], str(trained), tmp_path / "out", 2, 100)
+    plain, out = (bytes_of(tmp_path / name) for name in ("plain", "out"))
+    assert plain.keys() == out.keys()
+    assert [name for name in plain if plain[name] != out[name]] == ["made-from.json"]
 
 
 def test_a_long_text_is_cut_at_line_ends(trained, tmp_path, monkeypatch):
     """The pieces' tokens in a row, with one end."""
     text = PAGES[2].read_text()
     (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(maker, "PIECE", 1500)
+    monkeypatch.setattr(text_files, "PIECE", 1500)
     tokenize([str(tmp_path / "a.txt")], str(trained), tmp_path / "out", 2)
-    pieces = [piece.data.decode() for piece in maker._pieces([str(tmp_path / "a.txt")], [len(text.encode())], 0, 0)]
+    pieces = [
+        piece.data.decode() for piece in text_files.pieces_of([str(tmp_path / "a.txt")], [len(text.encode())], "", 0, 0)
+    ]
     assert len(pieces) > 3
     assert tokens_of(tmp_path / "out") == ids(trained, pieces, "") + ids(trained, ["."])[-1:]
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["documents"] == 1
@@ -186,14 +238,14 @@ def test_no_more_text_is_read_than_the_processes_are_busy_with(trained):
         nonlocal read
         for number in range(1000):
             read += 1
-            yield maker._Piece(number, "a.txt", 0, b"some text", True)
+            yield text_files.Piece(number, "a.txt", 0, b"some text", True)
 
     with ExitStack() as stack:
         recipe = maker._Recipe(Tokenizer.from_file(str(trained)), "uint16", "text", None)
         found = maker._tokenized(pieces(), recipe, 2, stack)
         for taken in range(1, 21):
             piece, _, documents = next(found)
-            assert (piece.file, piece.data, documents) == (taken - 1, b"", 1)
+            assert (piece.file, piece.data, documents) == (taken - 1, None, 1)
             assert read <= taken + 5
 
 
@@ -314,7 +366,12 @@ def test_killed_around_each_change_of_the_folder(trained, tmp_path):
     for number, page in enumerate(PAGES[:3]):
         (folder / f"{number}.txt").write_text(page.read_text()[:2000])
     (folder / "3.txt").write_text("")
-    (folder / "4.jsonl").write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40)))
+    documents = [f"document {number}" for number in range(40)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (folder / "4.jsonl").write_text(lines)
+    (folder / "5.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "6.txt.zst").write_bytes(PACKED[".zst"](PAGES[3].read_bytes()[:5000]))
+    parquet.write_table(pyarrow.table({"text": documents * 4}), folder / "7.parquet", row_group_size=30)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         tokenize(["texts"], str(trained), tmp_path / "whole", 1, 700)
@@ -408,14 +465,74 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(here, content, text):
     assert refused(DatasetError, inputs="bad.jsonl") == text
 
 
+def table(column: str, values: list[object]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"id": [*range(len(values))], column: values}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def test_damaged_files_are_named(here):
+    packed, packed_again = gzip.compress(b"some text"), PACKED[".zst"](b"some text")
+    for name, content, why in (
+        ("a.txt.gz", packed[:-3], "cannot be decompressed (Compressed file ended before the end-of-stream marker was"),
+        ("a.txt.gz", b"some text", "cannot be decompressed (Not a gzipped file (b'so'))"),
+        ("a.jsonl.gz", packed[:10] + b"\xff" * 20, "cannot be decompressed (Error -3 while decompressing data: "),
+        ("a.txt.zst", packed_again[:-1], "cannot be decompressed (Truncated compressed stream)"),
+        ("a.txt.zst", b"some text", "cannot be decompressed (ZSTD decompress failed: "),
+        ("a.parquet", table("text", ["a"])[:-3], "cannot be read as Parquet ("),
+    ):
+        Path(name).write_bytes(content)
+        text = refused(DatasetError, inputs=name)
+        assert text.startswith(f"{name} {why}")
+        assert text.endswith("); copy or write it again, and use a new folder as --out")
+        shutil.rmtree("out")
+
+
+def test_tables_without_the_text_are_refused(here):
+    for content, options, text in (
+        (table("body", ["a"]), {}, "a.parquet has no column 'text'; set --field to one of: body"),
+        (
+            table("text", [1]),
+            {},
+            "the column 'text' of a.parquet has values of the type int64; write a column of strings",
+        ),
+        (
+            table("body", ["a"]),
+            {"field": "id"},
+            "the column 'id' of a.parquet has values of the type int64; set --field to one of: body",
+        ),
+        (
+            table("text", ["a", "b", None]),
+            {},
+            "row 2 of a.parquet has no text in 'text'; leave this row out, or give it an empty text",
+        ),
+    ):
+        Path("a.parquet").write_bytes(content)
+        assert refused(DatasetError, inputs="a.parquet", **options) == text
+        shutil.rmtree("out")
+
+
+def test_pyarrow_is_asked_for(here, monkeypatch):
+    Path("a.txt.zst").write_bytes(PACKED[".zst"](b"some text"))
+    Path("a.parquet").write_bytes(table("text", ["a"]))
+    Path("a.txt.gz").write_bytes(gzip.compress(b"some text"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name, verb in (("a.txt.zst", "decompressed"), ("a.parquet", "read")):
+        text = f"{name} is {verb} with pyarrow; pip install 'paceline[parquet]'"
+        assert refused(UsageError, inputs=name) == text
+        shutil.rmtree("out")
+    assert make("a.txt.gz").startswith("out: ")
+
+
 def test_what_cannot_work_is_refused(here, monkeypatch):
     assert refused(UsageError, inputs="x*.txt") == (
-        "found no text in x*.txt; pass .txt or .jsonl files, folders of them, or globs"
+        "found no text in x*.txt; pass .txt, .jsonl or .parquet files, folders of them, or globs"
     )
-    Path("a.pdf").touch()
-    assert refused(UsageError, inputs="a.pdf") == (
-        "a.pdf is neither .txt nor .jsonl; convert it, or rename it if it is plain text"
-    )
+    for name in ("a.pdf", "a.tar.gz", "a.parquet.zst"):
+        Path(name).touch()
+        assert refused(UsageError, inputs=name) == (
+            f"{name} has an unknown ending; convert it, or rename it if it is plain text"
+        )
     assert refused(UsageError, tokenizer="no.json") == (
         "found no tokenizer in no.json; pass a tokenizer.json, or a name on the hub, for example gpt2"
     )
@@ -453,14 +570,14 @@ def test_a_name_that_cannot_be_fetched(here):
 
 def test_files_that_change_meanwhile(here, monkeypatch):
     """What is appended is left alone, what is cut off is missed."""
-    monkeypatch.setattr(maker, "PIECE", 4)
+    monkeypatch.setattr(text_files, "PIECE", 4)
     Path("a.txt").write_text("one\ntwo\nthree\n")
-    pieces = maker._pieces(["a.txt"], [14], 0, 0)
+    pieces = text_files.pieces_of(["a.txt"], [14], "", 0, 0)
     assert next(pieces).data == b"one\ntwo\n"
     with Path("a.txt").open("a") as file:
         file.write("four\n")
     assert [(piece.data, piece.last) for piece in pieces] == [(b"three\n", True)]
-    pieces = maker._pieces(["a.txt"], [19], 0, 8)
+    pieces = text_files.pieces_of(["a.txt"], [19], "", 0, 8)
     os.truncate("a.txt", 8)
     with pytest.raises(DatasetError) as caught:
         list(pieces)

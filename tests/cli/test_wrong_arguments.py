@@ -249,7 +249,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "an order": (
         lambda t: t.steps(data, order=[1, 0]), UsageError,
-        "order= needs a function of (position, size, seed, epoch); got [1, 0]; "
+        "order= needs a function of (position, size, seed, epoch) or a sampler of torch; got [1, 0]; "
         "write order=paceline.sample_index",
     ),
     "a loader": (
@@ -298,7 +298,8 @@ ELSEWHERE: dict[str, tuple[Any, str]] = {
     "max_epochs": (3, "pass epochs=3 to steps()"),
     "num_train_epochs": (3, "pass epochs=3 to steps()"),
     "num_workers": (4, 'pass loader={"num_workers": 4} to steps()'),
-    "sampler": (None, "pass order= to steps(), a function of (position, size, seed, epoch) that returns an index"),
+    "sampler": (None, "pass it as order= to steps()"),
+    "batch_sampler": (None, "pass it as order= to steps()"),
     "callbacks": ([], f"put their code into the body of the loop: write {LOOP}"),
     "accelerator": ("gpu", "Paceline uses each worker's GPU, or the CPU on machines without one"),
     "devices": (2, START),

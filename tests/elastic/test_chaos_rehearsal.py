@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from launching import paceline
 
 from paceline.errors import UsageError
-from paceline.launch.chaos import _lost, chaos, draw
+from paceline.launch.chaos import FIRST, _lost, chaos, draw
+from paceline.launch.chaos import KINDS as DRAWN
 from paceline.launch.options import LaunchOptions
-from paceline.team.fault_injection import parse_faults
+from paceline.team.fault_injection import FaultInjector, parse_faults
 
 
 def test_chaos_shows_each_loss_and_that_nothing_else_was_lost(tmp_path):
@@ -22,6 +25,62 @@ def test_chaos_shows_each_loss_and_that_nothing_else_was_lost(tmp_path):
     assert steps == "steps    14 steps counted, each exactly once"
     assert weights.startswith("weights  0.0e+00 apart")
     assert lost == "lost     nothing"
+
+
+OTHERS = {
+    "partition:1@4.backward": r"- +[\d.]+ m?s +-",
+    "loss:2@8.loading": "happened: one in three operations was delayed for two seconds, first .+",
+    "slow-memory:0@12.forward": "happened: memory was slow for two seconds",
+    "slow-disk:1@14.loading": "happened: the disk was slow for two seconds",
+    "clock:0@16.loading": "happened: the clock was an hour ahead for two seconds",
+}
+
+
+@pytest.mark.slow
+def test_chaos_slows_partitions_and_sets_clocks_and_nothing_is_lost(tmp_path):
+    """Every fault happens, and the weights are those of the undisturbed run to the byte. The clock of a worker is seen
+    in what its script writes.
+    """
+    body = "from basics import *\nimport time\nbegan = time.time() - time.monotonic()\nahead = []\n"
+    body += "for report in make(plan='exact').steps(data, epochs=1000):\n    time.sleep(0.05)\n"
+    body += "    if time.time() - time.monotonic() - began > 3000:\n        open('ahead', 'w').close()\n"
+    (tmp_path / "train.py").write_text(body)
+    done = paceline("chaos", "train.py", "--workers", "3", "--steps", "80", "--faults", ",".join(OTHERS), cwd=tmp_path)
+    rows = done.stdout.splitlines()[2:]
+    for (fault, shown), row in zip(OTHERS.items(), rows, strict=False):
+        assert re.fullmatch(rf"{re.escape(fault)} +{shown}", row), done.stdout
+    assert (tmp_path / "ahead").exists()
+    assert "steps    80 steps counted, each exactly once" in rows
+    assert any(row.startswith("weights  0.0e+00 apart") for row in rows)
+    assert rows[-1] == "lost     nothing"
+
+
+def test_chaos_draws_faults_that_leave_a_team_able_to_finish():
+    """All kinds are drawn, in steps that leave some before and after, spread over the workers."""
+    kinds = set()
+    for seed in range(40):
+        drawn = draw(3, 100, 6, seed)
+        kinds |= {fault.kind for fault in drawn}
+        assert all(FIRST <= fault.step <= 100 - FIRST for fault in drawn)
+        assert all(sum(fault.worker == worker for fault in drawn) == 2 for worker in range(3))
+    assert kinds == {*DRAWN}
+
+
+def test_faults_fire_one_after_another_also_after_one_that_nobody_is_lost_by(tmp_path, monkeypatch):
+    """The next one waits until a slow disk is fast again, or until the team has formed again without a lost worker."""
+    fired = []
+    monkeypatch.setattr(FaultInjector, "_fire", lambda self, fault, step: (self._log(fault, step), fired.append(fault)))
+    clock = [1000.0]
+    faults = FaultInjector("apart:slow-disk:1@1.forward,kill:1@2.forward,kill:1@3.forward", 1, tmp_path)
+    faults._now = lambda: clock[0]
+    faults.formed()
+    for after, members, count in ((1.0, 3, 1), (1.0, 3, 1), (2.0, 1, 1), (0.1, 3, 2), (5.0, 3, 2)):
+        clock[0] += after
+        faults.reached("forward", 5, members)
+        assert len(fired) == count
+    faults.formed()
+    faults.reached("forward", 6, 3)
+    assert [fault.kind for fault in fired] == ["slow-disk", "kill", "kill"]
 
 
 LATE = "import time, os, sys\nif os.path.exists(sys.argv[1]): time.sleep(0.7)\nopen(sys.argv[1], 'w').close()\n"

@@ -26,6 +26,7 @@ PAGES = [
     "howto/simulate-failures",
     "howto/continue-other-checkpoints",
     "howto/configuration-files",
+    "howto/read-your-files",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page

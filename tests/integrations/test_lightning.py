@@ -27,7 +27,6 @@ from warm import environment
 from paceline.errors import UsageError
 from paceline.integrations.lightning import arguments
 from paceline.integrations.lightning.optimizers import read_configuration
-from paceline.integrations.lightning.rows import LoaderRows
 
 lightning = Lazily("lightning")
 SCRIPT = SCRIPTS / "lightning_cases.py"
@@ -355,33 +354,6 @@ json.dump(messages, open("messages.json", "w"))
 
 def loader(**words: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(10)), **{"batch_size": 2, **words})
-
-
-def test_sequential_rows_keep_their_order() -> None:
-    rows = LoaderRows(loader(), seed=0, batch=4)
-    assert [rows.order(position, 10, 0, 1) for position in range(10)] == list(range(10))
-
-
-def test_shuffled_rows_are_a_permutation_of_each_epoch() -> None:
-    rows = LoaderRows(loader(shuffle=True), seed=0, batch=4)
-    orders = [[rows.order(position, 10, 0, epoch) for position in range(10)] for epoch in range(2)]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(10))
-    assert orders[0] != orders[1]
-
-
-def test_weighted_sampler_draws_the_same_on_each_worker() -> None:
-    weights = torch.utils.data.WeightedRandomSampler([0.0, 1.0] * 5, 6)
-    first, second = (LoaderRows(loader(sampler=weights), seed=0, batch=4) for _ in range(2))
-    drawn = [first.order(position, 6, 0, 0) for position in range(6)]
-    torch.rand(3)
-    assert drawn == [second.order(position, 6, 0, 0) for position in range(6)]
-    assert len(first.dataset) == 6
-    assert all(index % 2 for index in drawn)
-
-
-def test_last_rows_are_dropped_with_drop_last() -> None:
-    rows = LoaderRows(loader(drop_last=True), seed=0, batch=4)
-    assert (rows.count, len(rows.dataset)) == (8, 8)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from agents import journal, until
-from clusters import in_no_process, processes
+from clusters import in_no_process, processes, worker_of
 from conftest import lacking
 from launching import SCRIPTS, in_short_folder, paceline, piped
 from oracle import as_one_worker
@@ -24,10 +24,11 @@ from pods import IMAGE, SERVERS, Cluster, Container
 from real_engines import DIGITS, SLOWLY, weights
 from test_kubernetes_manifests import HIDDEN, TOKEN, by_kind
 
+from paceline.base.journal import read_journal
 from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.launch.engines.kubernetes import code, missing, newest
-from paceline.launch.engines.manifests import INDEX, PASSING
+from paceline.launch.engines.manifests import AVOIDED, INDEX, LABEL, PASSING
 from paceline.team.auth import read_token
 
 real = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(500)]
@@ -258,7 +259,8 @@ class Launched:
             f"--engine=--kubeconfig={self.pods.kubeconfig}",
         ]
         own = ["--image", IMAGE, "--claim", self.name, "--cpus=100m", "--cwd=/mnt/run"]
-        variables = ["--env=OMP_NUM_THREADS=1", f"--env=PYTHONPATH={SCRIPTS}"]
+        path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
+        variables = ["--env=OMP_NUM_THREADS=1", f"--env=PYTHONPATH={path}"]
         self.started.append(piped([*command, *own, *variables, *words], self.folder))
         return self.started[-1]
 
@@ -391,6 +393,35 @@ class TestRealKubernetes:
         assert "Kubernetes restarts it, and the run continues from its last checkpoint\n" in said
         as_one_worker(launched.folder)
         assert lost.code == (137 if how == "killed" else 75)
+
+    def test_another_node_is_asked_for(self, launched: Launched) -> None:
+        """Instead of one on which workers were killed twice: pods avoid it, although it would be the emptier one."""
+        run, name = launched.folder / "run", "/api/v1/namespaces/default/pods"
+        words = ("--exclude-after", "2", "--min-workers", "1", "--env=XDG_CACHE_HOME=/mnt/run/cache")
+        process = launched.begun(*words)
+        nodes = lambda: {
+            int(pod["metadata"]["annotations"][INDEX]): pod["spec"]["nodeName"]
+            for pod in launched.pods.ask("GET", f"{name}?labelSelector={LABEL}")["items"]
+            if pod["status"]["phase"] == "Running"
+        }
+        until(lambda: len({*nodes().values()}) == 2)
+        before = nodes()
+        events = lambda kind: [event for event in read_journal(run) if event["event"] == kind]
+        joined = lambda: events("formed")[-1]["workers"]
+        os.kill(worker_of(run / "hosts" / "node-1"), signal.SIGKILL)
+        until(lambda: joined() == [0], 100)
+        until(lambda: joined() == [0, 1], 200)
+        os.kill(worker_of(run / "hosts" / "node-1"), signal.SIGKILL)
+        until(lambda: joined() not in ([0, 1], [0]), 300)
+        assert nodes() == {0: before[0], 1: before[0]}
+        (launched.folder / "go").touch()
+        said = launched.ended(process, 0)
+        reasons = "2 failures (worker 1 was killed by SIGKILL)"
+        assert f"{before[1]} is left out of the run after {reasons}\n" in said
+        assert f"the node {before[1]} is left out; Kubernetes was asked for another one\n" in said
+        assert [event["host"] for event in events("excluded")] == [before[1]]
+        until(lambda: launched.pods.ask("GET", f"{name}?labelSelector={AVOIDED}")["items"] == [], 60)
+        as_one_worker(launched.folder)
 
     def test_ctrl_c_saves_and_leaves_nothing(self, launched: Launched) -> None:
         process = launched.begun()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pods import expanded
 
-from paceline.launch.engines.manifests import PLACEHOLDER, PodJob, literal, manifests, run_name
+from paceline.launch.engines.manifests import LABEL, PLACEHOLDER, PodJob, literal, manifests, placeholder, run_name
 
 TOKEN, HIDDEN = 64 * "a", "hidden-value"
 FULL = {"values": {"KEY": HIDDEN}, "claim": "runs", "setup": "umask 007", "cwd": "/app"}
@@ -39,6 +39,25 @@ def test_manifests_fit_the_kubernetes_schemas(tmp_path: Path, version: str, more
             kubernetes_validate.validate(json.loads(json.dumps(manifest)), version, strict=True)
 
 
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_pods_avoid_nodes_that_are_left_out(tmp_path: Path, version: str) -> None:
+    """A pod on such a node has the label that the pods of the run avoid, may be on any node, and belongs to the Job."""
+    excluding = job(tmp_path, **FULL, excludes=True)
+    *_, owner = manifests(excluding)
+    made = placeholder(excluding, "node-7", 1, {"metadata": {"name": owner["metadata"]["name"], "uid": "1-2-3"}})
+    for manifest in (owner, made):
+        kubernetes_validate.validate(json.loads(json.dumps(manifest)), version, strict=True)
+    affinity = owner["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+    (avoided,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert avoided["labelSelector"]["matchLabels"].items() <= made["metadata"]["labels"].items()
+    assert avoided["topologyKey"] == "kubernetes.io/hostname"
+    assert LABEL not in made["metadata"]["labels"], "it is no pod of the run"
+    assert (made["spec"]["nodeName"], made["spec"]["tolerations"]) == ("node-7", [{"operator": "Exists"}])
+    (own,) = made["metadata"]["ownerReferences"]
+    assert (own["kind"], own["name"], own["uid"]) == ("Job", owner["metadata"]["name"], "1-2-3")
+    assert "affinity" not in manifests(job(tmp_path, **FULL))[-1]["spec"]["template"]["spec"]
+
+
 def test_manifests_have_secrets_in_the_secret_only(tmp_path: Path) -> None:
     made = manifests(job(tmp_path, **FULL))
     assert [one["kind"] for one in made if TOKEN in json.dumps(one)] == ["Secret"]
@@ -57,8 +76,8 @@ def test_manifest_of_pods_rights_and_failure_policy(tmp_path: Path) -> None:
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
     ignored, stopped, failed = spec["podFailurePolicy"]["rules"]
     assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert (stopped["action"], stopped["onExitCodes"]["values"]) == ("Ignore", [75])
-    assert (failed["action"], failed["onExitCodes"]["values"]) == ("FailJob", [75, 137, 143])
+    assert (stopped["action"], stopped["onExitCodes"]["values"]) == ("Ignore", [75, 79])
+    assert (failed["action"], failed["onExitCodes"]["values"]) == ("FailJob", [75, 79, 137, 143])
     assert (failed["onExitCodes"]["operator"], spec["backoffLimit"]) == ("NotIn", 4)
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]

@@ -225,6 +225,24 @@ def test_ray_kill_of_a_node_and_its_replacement(launched: OnRay) -> None:
 
 @slow
 @real
+def test_ray_is_asked_for_another_node(launched: OnRay) -> None:
+    """Instead of one that was lost once too often, and still has room."""
+    process = launched.begun("--exclude-after", "1")
+    before, actor = launched.ray.actor(first=False)
+    launched.ray.add()
+    actor.kill()
+    until(lambda: launched.teams()[-1] == [0], 100)
+    until(lambda: len(launched.teams()[-1]) == 2, 300)
+    assert launched.ray.actor(first=False)[0] != before
+    (launched.folder / "go").touch()
+    error = launched.ended(process)
+    assert process.returncode == 0, error
+    assert "\nbundle-1 is left out; ray was asked for another host\n" in error
+    as_one_worker(launched.folder)
+
+
+@slow
+@real
 def test_ray_and_spark_kill_of_a_host_and_its_return(on: Launched) -> None:
     process = on.begun()
     on.host(first=False).kill()

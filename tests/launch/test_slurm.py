@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 from agents import journal, until
+from clusters import worker_of
 from launching import SCRIPTS, paceline
 from oracle import apart
 from real_engines import SLOWLY
 from safetensors.torch import load_file
 from slurm import Slurm
 from slurm import slurm as slurm
+from slurm import slurm_of_three as slurm_of_three
+
+from paceline.base.journal import Event, read_journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 LAUNCH = [sys.executable, "-m", "paceline", "launch", "slurm"]
@@ -25,13 +30,13 @@ LAUNCH = [sys.executable, "-m", "paceline", "launch", "slurm"]
 class Job:
     """A run of `SLOWLY` on both nodes, submitted by a launcher that follows it."""
 
-    def __init__(self, slurm: Slurm, folder: Path) -> None:
+    def __init__(self, slurm: Slurm, folder: Path, *options: str, **variables: str) -> None:
         self.slurm, self.folder = slurm, folder
         (folder / "train.py").write_text(SLOWLY)
-        words = ["-N", "2", "--workers-per-host", "1", "--min-workers", "2", "--run-dir", "run", "train.py"]
+        words = ["-N", "2", "--workers-per-host", "1", "--min-workers", "2", "--run-dir", "run", *options, "train.py"]
         self.console = folder / "console"
         with self.console.open("w") as out:
-            env = {**slurm.env, "PYTHONPATH": str(SCRIPTS)}
+            env = {**slurm.env, "PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}", **variables}
             del env["PACELINE_MAX_STEPS"]
             command = slurm.hosts[0].command(*LAUNCH, *words)
             self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
@@ -94,3 +99,36 @@ def test_slurm_refusal_is_shown(slurm: Slurm, tmp_path: Path) -> None:
     what = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid "
     cure = "partition name specified); check --engine='...' and --dry-run\n"
     assert (done.returncode, done.stderr) == (2, f"paceline: Slurm rejects the job ({what}{cure}")
+
+
+def events(run: Path, kind: str) -> list[Event]:
+    """Also while a line is being written."""
+    return [event for event in read_journal(run) if event["event"] == kind]
+
+
+def test_slurm_is_asked_for_another_node(slurm_of_three: Slurm, tmp_path: Path) -> None:
+    """Instead of one whose workers were killed twice; the run ends with what one worker gives."""
+    run, cache = tmp_path / "run", str(tmp_path / "cache")
+    made = Job(slurm_of_three, tmp_path, "--exclude-after", "2", "--min-workers", "1", XDG_CACHE_HOME=cache)
+    try:
+        joined = lambda: [event["workers"] for event in events(run, "formed")]
+        until(lambda: joined()[-1] == [0, 1], 200)
+        os.kill(worker_of(run / "hosts/n2"), signal.SIGKILL)
+        until(lambda: joined()[-1] == [0], 100)
+        until(lambda: joined()[-1] == [0, 1], 200)
+        os.kill(worker_of(run / "hosts/n2"), signal.SIGKILL)
+        until(lambda: joined()[-1] == [0, 2], 300)
+        (further,) = {str(event["host"]) for event in events(run / "hosts/further-1", "worker")}
+        assert further == "nowhere-3"
+        (tmp_path / "go").touch()
+        assert made.process.wait(240) == 0, made.text
+    finally:
+        made.close()
+    reasons = "2 failures (worker 1 was killed by SIGKILL)"
+    assert f"\nnowhere-2 is left out of the run after {reasons}\n" in made.text
+    assert "\nn2 is left out; slurm was asked for another host\n" in made.text
+    assert [event["host"] for event in events(run, "excluded")] == ["nowhere-2"]
+    until(lambda: slurm_of_three.run("squeue", "-h", "-t", "running").stdout == "", 60)
+    found = load_file(tmp_path / "out.safetensors")
+    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path)
+    assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12

@@ -19,18 +19,22 @@ from oracle import apart, built
 from packed import BATCH, LENGTH, MODELS, RATE, STEPS, documents, forward, loss
 from safetensors.torch import load_file
 from token_folders import write_folder
+from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.data import PackedDocuments, Tokens, document_mask
+from paceline.data import PackedDocuments, Tokens, document_ids, document_mask, document_offsets, pack
 from paceline.errors import DatasetError, UsageError
 
 PLANS = {"micro=1": 1, "context=2": 2, "context=3": 3, "tensor=2": 2, "pipeline=2": 2, "data=3": 3}
 PLANS |= {"tensor=2 context=2": 4, "shard=2 zero=3": 2}
 
 
-def one_by_one(name: str) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+METHODS = ["best-fit", "first-fit", "concatenate"]
+
+
+def one_by_one(name: str, method: str = "best-fit") -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     """Trains with each document by itself, in plain PyTorch."""
     model, source = built(MODELS[name]), documents()
-    rows = PackedDocuments(source, LENGTH)
+    rows = pack(source, LENGTH, method)
     order, optimizer = rows.order(BATCH), torch.optim.AdamW(model.parameters(), lr=RATE)
     figures = []
     for step in range(STEPS):
@@ -59,12 +63,23 @@ def test_packed_documents_train_as_one_by_one(plan: str, name: str, tmp_path: Pa
     bound = 1e-12 if name == "own" else 1e-6
     command = ("run", "--workers", str(PLANS[plan]), "--run-dir", "run", "--plan", plan)
     weighed = {"PACELINE_SHARES": "3,2,1"} if plan == "data=3" else {}
-    done = paceline(*command, SCRIPTS / "packed.py", "out", name, cwd=tmp_path, **TRANSFORMERS, **weighed)
+    done = paceline(*command, SCRIPTS / "packed.py", "out", name, METHODS[0], cwd=tmp_path, **TRANSFORMERS, **weighed)
     weights, figures = one_by_one(name)
     assert apart(load_file(tmp_path / "out.safetensors"), weights) < bound
     for found, expected in zip(json.loads((tmp_path / "out.json").read_text()), figures, strict=True):
         assert found == pytest.approx(expected, rel=bound)
     assert not weighed or "3, 2, 1" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_rows_of_each_method_train_as_their_documents_one_by_one(method: str, tmp_path: Path) -> None:
+    options = ("--workers", "3", "--run-dir", "run", "--plan", "data=3")
+    paceline("run", *options, SCRIPTS / "packed.py", "out", "own", method, cwd=tmp_path)
+    weights, figures = one_by_one("own", method)
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) < 1e-12
+    for reported, expected in zip(json.loads((tmp_path / "out.json").read_text()), figures, strict=True):
+        assert reported == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_document_has_a_gradient_by_another() -> None:
@@ -89,11 +104,14 @@ def test_no_document_has_a_gradient_by_another() -> None:
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=60).filter(any),
     length=st.integers(2, 12),
+    method=st.sampled_from(METHODS),
 )
-def test_each_token_is_in_one_row_and_rows_are_as_full_as_documents_allow(lengths: list[int], length: int) -> None:
+def test_each_token_is_in_one_row_and_rows_are_as_full_as_documents_allow(
+    lengths: list[int], length: int, method: str
+) -> None:
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     texts = [list(range(start, start + size)) for start, size in zip(starts, lengths, strict=True)]
-    rows = PackedDocuments(texts, length, pad=-1)
+    rows = pack(texts, length, method, pad=-1)
     tokens: list[int] = []
     rooms = []
     for number in range(len(rows)):
@@ -111,7 +129,24 @@ def test_each_token_is_in_one_row_and_rows_are_as_full_as_documents_allow(length
         assert rows.cost(number) == sum((stop - start) ** 2 for _, start, stop in rows.pieces(number))
     assert sorted(tokens) == [*range(sum(lengths))]
     filled = [length - room for room in rooms]
+    if method == "concatenate":
+        assert tokens == [*range(sum(lengths))]
+        assert rooms[:-1] == [0] * (len(rows) - 1)
+        return
     assert all(one + other > length for i, one in enumerate(filled) for other in filled[:i]), "two rows fit into one"
+    pieces = sorted(piece for number in range(len(rows)) for piece in rows.pieces(number))
+    assert pieces == [
+        (number, start, min(start + length, size))
+        for number, size in enumerate(lengths)
+        for start in range(0, size, length)
+    ]
+    if method == "first-fit":
+        by_hand: list[list[tuple[int, int, int]]] = []
+        for piece in pieces:
+            room = lambda row: length - sum(stop - start for _, start, stop in row)
+            fitting = [row for row in by_hand if room(row) >= piece[2] - piece[1]]
+            (fitting or [by_hand.append([]) or by_hand[-1]])[0].append(piece)  # type: ignore[func-returns-value]
+        assert [rows.pieces(number) for number in range(len(rows))] == by_hand
 
 
 def shares(costs: Sequence[int], workers: int) -> list[int]:
@@ -144,9 +179,46 @@ def test_mask_of_documents_is_causal_within_each() -> None:
     assert mask[0, 0].tolist() == [[groups[a] == groups[b] and b <= a for b in range(6)] for a in range(6)]
 
 
+def test_boundaries_of_documents_in_flat_rows() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
+    assert document_ids(positions).tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]]
+    offsets = document_offsets(positions)
+    assert offsets.tolist() == [0, 3, 5, 6, 7, 12]
+    assert offsets.dtype == torch.int32
+    query, key, value = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64)
+    flat = (
+        scaled_dot_product_attention(query, key, value, attn_mask=document_mask(positions))
+        .transpose(1, 2)
+        .flatten(0, 1)
+    )
+    for begin, end in pairwise(offsets.tolist()):
+        part = [one.transpose(1, 2).flatten(0, 1)[begin:end].transpose(0, 1) for one in (query, key, value)]
+        alone = scaled_dot_product_attention(*part, is_causal=True).transpose(0, 1)
+        assert flat[begin:end].allclose(alone, rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_takes_the_numbers_of_documents() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
+    ids = document_ids(positions)
+    same_document = lambda batch, head, one, other: (ids[batch, one] == ids[batch, other]) & (one >= other)
+    query, key, value = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64)
+    output = flex_attention(query, key, value, block_mask=create_block_mask(same_document, 2, None, 6, 6, device="cpu"))
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=document_mask(positions))
+    assert output.allclose(expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
+        (
+            lambda: pack([[1]], 4, "worst-fit"),
+            UsageError,
+            "method='worst-fit' is not a way to pack documents; use best-fit, first-fit, concatenate",
+        ),
         (lambda: PackedDocuments([[1]], 1), UsageError, "length=1 is too small; use a length of at least 2"),
         (
             lambda: PackedDocuments([[1]], 4, lengths=[1, 2]),

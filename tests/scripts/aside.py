@@ -119,6 +119,22 @@ class Hooked(Net):
             layer.up.register_forward_hook(lambda _m, _i, made: self.kept.append(made.square().mean()))
 
 
+class Collected(Hooked):
+    """Whose forward uses what the hooks have collected; another hook reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+        for layer in self.layers:
+            layer.up.register_forward_hook(self.check)
+
+    def check(self, module: nn.Module, given: Any, made: torch.Tensor) -> None:
+        self.largest = max(self.largest, made.abs().max().item())
+
+    def end(self, x: torch.Tensor) -> Any:
+        return self.head(x), sum(self.kept)
+
+
 class Penalized(Net):
     def end(self, x: torch.Tensor) -> Any:
         return self.head(x), sum(param.square().sum() for param in self.parameters())
@@ -234,6 +250,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "appends": (Appends, kept),
     "attribute": (Attribute, seen),
     "hooked": (Hooked, kept),
+    "collected": (Collected, pair),
     "penalty in the loss": (Net, penalty),
     "penalty in the forward": (Penalized, pair),
     "penalty of a list": (Listed, pair),

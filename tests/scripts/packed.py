@@ -93,8 +93,8 @@ def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def main() -> None:
-    out, name = Path(sys.argv[1]), sys.argv[2]
-    rows = paceline.data.PackedDocuments(documents(), LENGTH)
+    out, name, method = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rows = paceline.data.pack(documents(), LENGTH, method)
     trainer = paceline.Trainer(
         MODELS[name],
         loss=loss,

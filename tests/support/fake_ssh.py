@@ -22,12 +22,17 @@ exit 255
 CASE = """{name}) export SSH_CONNECTION="{address} 1 {address} 22"; exec {command} "$@" ;;"""
 
 
-def install_ssh(folder: Path, hosts: Mapping[str, Host]) -> Path:
-    """The folder of a program ``ssh`` that reaches these hosts by their names."""
+# It stays, and says of a host whose processes are killed what ssh says of a lost connection.
+STAYING = """{name}) export SSH_CONNECTION="{address} 1 {address} 22"; {command} "$@"; code=$?
+[ $code -lt 128 ] && exit $code ;;"""
+
+
+def install_ssh(folder: Path, hosts: Mapping[str, Host], stays: bool = False) -> Path:
+    """The folder of a program ``ssh`` that reaches these hosts by their names; where it `stays`, a host may be lost."""
     cases = []
     for name, host in hosts.items():
         command = " ".join(f"'{word}'" for word in host.command())
-        cases.append(CASE.format(name=name, address=host.address, command=command))
+        cases.append((STAYING if stays else CASE).format(name=name, address=host.address, command=command))
     place = folder / "bin"
     place.mkdir()
     (place / "ssh").write_text(SSH.format(cases="\n".join(cases)))

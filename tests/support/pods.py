@@ -317,8 +317,8 @@ class Cluster:
             data = self.ask("GET", f"{core}/secrets/{source['secretKeyRef']['name']}")["data"]
             return base64.b64decode(data[source["secretKeyRef"]["key"]]).decode()
         if "fieldRef" in source:
-            assert source["fieldRef"]["fieldPath"] == "status.podIP"
-            return str(pod["address"])
+            paths = {"status.podIP": pod.get("address"), "spec.nodeName": pod["spec"]["nodeName"]}
+            return str(paths[source["fieldRef"]["fieldPath"]])
         return expanded(one.get("value", ""), before)
 
     def _serve_logs(self) -> None:

@@ -1,4 +1,4 @@
-"""A Slurm of two nodes, each in a network namespace."""
+"""A Slurm of two or more nodes, each in a network namespace."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
-NodeName=n1 NodeAddr=10.77.0.1 CPUs=4
-NodeName=n2 NodeAddr=10.77.0.2 CPUs=4
-PartitionName=all Nodes=n1,n2 Default=YES OverSubscribe=FORCE
+{nodes}
+PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE
 """
 
 
 class Slurm:
-    """Two nodes on hosts of their own, the controller on the first; commands run on the first."""
+    """Nodes on hosts of their own, the controller on the first; commands run on the first."""
 
     def __init__(self, folder: Path, hosts: list[Host], stack: ExitStack) -> None:
         self.folder, self.hosts = folder, hosts
-        for name in ("state", "spool-n1", "spool-n2"):
+        nodes = {f"n{number}": host.address for number, host in enumerate(hosts, 1)}
+        for name in ("state", *(f"spool-{node}" for node in nodes)):
             (folder / name).mkdir()
-        hosts[0].known.write_text("127.0.0.1 localhost\n10.77.0.1 n1\n10.77.0.2 n2\n")
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder))
+        known = "".join(f"{address} {node}\n" for node, address in nodes.items())
+        hosts[0].known.write_text(f"127.0.0.1 localhost\n{known}")
+        lines = "\n".join(f"NodeName={node} NodeAddr={address} CPUs=4" for node, address in nodes.items())
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, nodes=lines))
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
         self.env = {**os.environ, **STEPS, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -58,7 +60,7 @@ class Slurm:
         self._daemon(stack, *hosts[0].command("slurmctld", "-D"))
         for number, host in enumerate(hosts, 1):
             self._daemon(stack, *host.command("slurmd", "-D", "-N", f"n{number}"))
-        until(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout == "idle 2\n")
+        until(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout == f"idle {len(hosts)}\n")
 
     def _daemon(self, stack: ExitStack, *command: str) -> None:
         log = (self.folder / "daemons.log").open("a")
@@ -93,4 +95,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
     with ExitStack() as stack:
         hosts = stack.enter_context(network(2, folder)).hosts
+        yield Slurm(folder, hosts, stack)
+
+
+@pytest.fixture
+def slurm_of_three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    needs("munged", "slurmctld", "slurmd", "srun")
+    folder = tmp_path_factory.mktemp("slurm")
+    with ExitStack() as stack:
+        hosts = stack.enter_context(network(3, folder)).hosts
         yield Slurm(folder, hosts, stack)

@@ -27,6 +27,7 @@ GIVEN = (
     "heal",
     "config",
     "verify_steps",
+    "mirror",
 )
 RUN = {
     "script": "train.py",
@@ -35,6 +36,7 @@ RUN = {
     "min_workers": 1,
     "begin": 1,
     "store": None,
+    "exclude_after": None,
     "same": {},
     "given": dict.fromkeys(GIVEN),
     "served": [None, None, "/run"],
@@ -52,6 +54,7 @@ ORDERS: dict[str, Any] = {
     "profile": {},
     "standbys": [],
     "failing": [],
+    "store": None,
     "lines": [],
     "generation": None,
     "merge": None,

@@ -199,6 +199,7 @@ ORDERED: dict[str, Any] = {
     "version": 7,
     "generation": {"number": 1, "members": [0, 1], "store": STORE, "at_once": 1, "detection": 0.0, "hold": False},
     "workers": {"0": {"life": 0, "newcomer": False, "out": False}, "1": {"life": 1, "newcomer": True, "out": False}},
+    "store": None,
     "failing": [[1, "a (1234)", "raised ValueError"]],
     "over": False,
     "finished": False,

@@ -47,17 +47,21 @@ def _kind(value: Any) -> str:
 
 def _values(value: Any, path: Path, depth: int = 0) -> Iterator[Any]:
     if depth > _DEEPEST:
-        raise FormatError(f"{in_one_line(path)} is nested too deeply", "pass the configuration file itself")
+        raise _too_deep(path)
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield one
         yield from _values(one, path, depth + 1)
+
+
+def _too_deep(path: Path) -> FormatError:
+    return FormatError(f"{in_one_line(path)} is nested too deeply", "pass the configuration file itself")
 
 
 def _read_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
-        raise FormatError(f"{in_one_line(path)} is nested too deeply", "pass the configuration file itself") from None
+        raise _too_deep(path) from None
     except json.JSONDecodeError as error:
         if comment := _comment(text):
             line, mark = comment
@@ -117,7 +121,7 @@ def _read_toml(text: str, path: Path) -> Any:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise FormatError(f"{in_one_line(path)} is nested too deeply", "pass the configuration file itself") from None
+        raise _too_deep(path) from None
     except ValueError as error:  # TOMLDecodeError is one
         why = first_line(error)
         raise FormatError(f"{in_one_line(path)}: {why[:1].lower()}{why[1:]}", "correct the file there") from None
@@ -132,7 +136,7 @@ def _read_yaml(text: str, path: Path) -> Any:
     try:
         return yaml.load(text, Loader=_loader(yaml))
     except RecursionError:
-        raise FormatError(f"{in_one_line(path)} is nested too deeply", "pass the configuration file itself") from None
+        raise _too_deep(path) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"

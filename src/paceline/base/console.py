@@ -25,8 +25,8 @@ _LONGEST_EXCERPT = 80  # characters of what a user gave, in an error
 # Options of `paceline run`: arguments of the script with these names need a `--` before them.
 RUN_OPTIONS = {f"--{name}" for name in re.findall("[a-z-]+", """
     workers spares raw join token-file listen nodes store run-dir plan save-every keep checkpoints mirror steps max-time
-    tensorboard log-to heal verify-steps max-restarts min-workers hang-timeout cold-start quiet verbose progress shares
-    against metrics page notify debug take-over config set help""")}  # fmt: skip
+    tensorboard log-to heal verify-steps max-restarts min-workers exclude-after hang-timeout cold-start quiet verbose
+    progress shares against metrics page notify debug take-over config set help""")}  # fmt: skip
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 

@@ -22,6 +22,8 @@ PROGRESS = ("plain", "rich", "none")  # kinds of progress that a console can sho
 MOST = 999_999_999_999  # more of anything than anybody has
 FUNCTION = "paceline.launch.function"  # the module that calls the function of `paceline.launch`
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
+# Of copies in memory: steps and folder; where they are served to other hosts.
+MIRROR, MIRROR_AT = "PACELINE_MIRROR", "PACELINE_MIRROR_AT"
 WAY, REFUSED = b"+", b"-"  # what a tunnel says of a way that was asked for
 ASKING = 20.0  # seconds that it may take
 
@@ -39,11 +41,11 @@ class World:
     for one that it belongs to; workers that are too few `hold` after their first step. `members` are the workers of its
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
-    stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`:
-    how it is shown; `heal`: workers whose weights differ take those of a majority; `verify_steps`: one step of so many
-    is computed twice and compared (0: none); `spares`: how many workers wait to take the place of a lost one, in a run
-    on one host.
+    stay; a `mirror` is a folder in memory for a copy of a lone replica's state, every so many steps, which is served to
+    other hosts at `mirror_at` (host, port, and the salt of its key); `max_steps` ends the run early; `tensorboard`: its
+    figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`: how it is shown; `heal`: workers
+    whose weights differ take those of a majority; `verify_steps`: one step of so many is computed twice and compared
+    (0: none); `spares`: how many workers wait to take the place of a lost one, in a run on one host.
     """
 
     rank: int = 0
@@ -64,6 +66,7 @@ class World:
     keep: int = 2
     checkpoints: str | None = None
     mirror: tuple[int, str] | None = None
+    mirror_at: tuple[str, int, str] | None = None
     max_steps: int | None = None
     check: str | None = None
     orders_fd: int | None = None
@@ -234,7 +237,8 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
     fds = {name: _number(env, f"PACELINE_{name}_FD", -1) for name in ("STORE", "EVENTS", "ORDERS")}
     store_fd, events, orders = (fd if fd >= 0 else None for fd in fds.values())
     shares = env.get("PACELINE_SHARES")
-    every, _, mirror = env.get("PACELINE_MIRROR", "").partition(":")
+    every, _, mirror = env.get(MIRROR, "").partition(":")
+    mirror_host, mirror_port, salt = (*env.get(MIRROR_AT, "").rsplit(":", 2), "", "")[:3]
     return World(
         rank=rank,
         size=size,
@@ -253,7 +257,8 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
         keep=_number(env, "PACELINE_KEEP", 2, least=1),
         checkpoints=env.get("PACELINE_CHECKPOINTS") or None,
-        mirror=(parse_whole("PACELINE_MIRROR=", every, 1), mirror) if mirror else None,
+        mirror=(parse_whole(f"{MIRROR}=", every, 1), mirror) if mirror else None,
+        mirror_at=(mirror_host, parse_whole(f"{MIRROR_AT}=", mirror_port), salt) if salt else None,
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0, least=1) or None,
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=orders,
@@ -552,6 +557,18 @@ def offer_nccl_interface(name: str) -> None:
     """Tells NCCL the interface that routes to the peers, unless the user did."""
     if name and not os.environ.get("NCCL_SOCKET_IFNAME"):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
+
+
+def host_name() -> str:
+    """Returns the name under which the failures of this host are counted. Pods are named after other things than their
+    host, so launchers set a variable.
+    """
+    return os.environ.get("PACELINE_HOST") or socket.gethostname()
+
+
+def outside_of_slurm() -> list[str]:
+    """Returns the variables that Slurm's commands must not see to ask for another job, and not for a step of ours."""
+    return [name for name in os.environ if name.startswith("SLURM_") and name not in ("SLURM_CONF", "SLURM_JWT")]
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:

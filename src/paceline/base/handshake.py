@@ -56,12 +56,15 @@ def is_proof(given: bytes | bytearray, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)
 
 
-def introduce(link: socket.socket, key: bytes, nonce: bytes, text: bytes = b"") -> bool:
-    """Sends a caller's greeting to the listener whose `nonce` has arrived, and waits for the answer.
+def introduce(
+    link: socket.socket, key: bytes, nonce: bytes, text: bytes = b"", caller_nonce: bytes | None = None
+) -> bool:
+    """Sends a caller's greeting to the listener whose `nonce` has arrived, and waits for the answer. `caller_nonce` is
+    given by a caller that seals messages afterwards.
 
     Returns whether the listener has the key, too.
     """
-    caller_nonce = make_nonce()
+    caller_nonce = caller_nonce or make_nonce()
     link.sendall(prove_caller(key, nonce, caller_nonce, text))
     return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, caller_nonce))
 

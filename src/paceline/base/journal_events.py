@@ -88,6 +88,7 @@ class StartEvent(Journaled):
     threads: NotRequired[int | None]
     device: NotRequired[str | None]
     resumed_from: NotRequired[Count | None]
+    resumed_in: NotRequired[str]  # where that state was: a folder, a URL, or the memory of hosts
     began: NotRequired[Time | None]
 
 
@@ -424,6 +425,24 @@ class ClockEvent(Journaled):
     workers: list[Worker]
 
 
+class HostEvent(TrainerEvent):
+    """A failure of a host, which counts for --exclude-after, or another trouble: memory, disk, clock, GPU and so on."""
+
+    host: str
+    kind: str
+    text: str
+    since: NotRequired[Time]
+    workers: NotRequired[list[Worker]]
+
+
+class ExcludedEvent(TrainerEvent):
+    """A host is left out of the run, with the reasons."""
+
+    host: str
+    text: str
+    workers: list[Worker]
+
+
 class MergeEvent(Journaled):
     """The coordinator's decision about which islands a merge includes."""
 
@@ -441,7 +460,7 @@ KINDS: dict[str, type] = {
     "start": StartEvent,
     "generation": GenerationEvent,
     "spares": SparesEvent,
-    **dict.fromkeys(("formed", "lost"), MembersEvent),
+    **dict.fromkeys(("formed", "lost", "recovered"), MembersEvent),
     **dict.fromkeys(("finished", "stopped", "failed"), EndedEvent),
     "worker": ProcessEvent,
     "hang": HangEvent,
@@ -472,6 +491,8 @@ KINDS: dict[str, type] = {
     "account": AccountEvent,
     "media": MediumEvent,
     "clock": ClockEvent,
+    "host": HostEvent,
+    "excluded": ExcludedEvent,
     "merge": MergeEvent,
 }
 _decode = msgspec.json.Decoder().decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -49,6 +50,14 @@ class Mesh:
     def each_shard(self) -> int:
         """The workers that together hold one of the shards along `shard`."""
         return self.expert * self.unit
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """The sizes of the groups of neighbouring ranks that exchange the more, the smaller they are: from 1 on, those
+        along `tensor` alone, along `context`, too, and so on, to a replica.
+        """
+        sizes = (1, self.tensor, self.context * self.tensor, self.unit, self.each_shard, self.replica)
+        return tuple(sorted({*sizes}))
 
     @property
     def units(self) -> int:
@@ -119,3 +128,21 @@ def holders(part: int, servers: int, copies: int) -> list[int]:
     The first of them that is alive is responsible for the part.
     """
     return [(part + further) % servers for further in range(copies + 1)]
+
+
+def pick_ranks(free: Collection[int], count: int, sizes: Sequence[int]) -> list[int]:
+    """Picks `count` of the `free` ranks for the workers of one host, or all if there are fewer.
+
+    Whole groups of the `sizes` of `Mesh.group_sizes` stay on a host where they fit: the host takes the largest groups
+    that it can, from the first on; its remaining workers take ranks from the last on, where they break no group that
+    another host can take.
+    """
+    left, picked = sorted(free), list[int]()
+    for size in reversed(sizes):
+        groups = [run_of(rank, size) for rank in left if rank % size == 0]
+        groups = [group for group in groups if {*group} <= {*left}]
+        wanted = (count - len(picked)) // size
+        for group in groups[-wanted:] if picked and wanted else groups[:wanted]:
+            picked += group
+        left = [rank for rank in left if rank not in picked]
+    return sorted(picked)

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from paceline.base.schema import find_wrong, open_file, parse
+from paceline.base.schema import find_wrong, parse
 from paceline.base.sharding import Block, RowShards, ShardedTensor, ShardingSpec, assemble
-from paceline.checkpoint.lazy import Deferred
+from paceline.checkpoint.lazy import Deferred, tensors_elsewhere
 from paceline.checkpoint.safetensors_file import DTYPES, file_bytes, open_tensors, size_text, tensor_chunks
 from paceline.checkpoint.storage import Storage, storage_at
 from paceline.errors import CheckpointError, FormatError
@@ -91,6 +91,10 @@ class Checkpoint:
         parts: dict[str, dict[str, torch.Tensor]] = {}
         try:
             for name in self.manifest["files"]:
+                if self.storage.is_elsewhere(self.folder, name):
+                    read = partial(self.storage.read_part, self.folder, name)
+                    parts[name] = tensors_elsewhere(read, str(self.storage))
+                    continue
                 with open_tensors(self.storage.local(self.folder, name)) as file:
                     parts[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
@@ -189,10 +193,8 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
                 return f"{current} is missing"
             if sizes[current] != entry["bytes"]:
                 return f"{current}: size is {sizes[current]} bytes instead of {entry['bytes']}"
-            if hashes:
-                with open_file(storage.local(folder, current)) as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                        return f"{current}: SHA-256 differs"
+            if hashes and storage.digest(folder, current) != entry["sha256"]:
+                return f"{current}: SHA-256 differs"
     except FileNotFoundError:
         return f"{current} is missing"
     except OSError as error:

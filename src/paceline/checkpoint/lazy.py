@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from paceline.checkpoint.safetensors_file import DTYPES
 from paceline.comm.torch_private import pytree
 from paceline.errors import CheckpointError, UsageError
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 _WINDOW = 64 << 20  # pages of a mapped file count as memory of the process until the mapping goes
 
 
@@ -85,6 +90,47 @@ def deferred(
         return Deferred(lambda: fetch(name), tensor.shape, kind_of(name, tensor))
 
     return {name: defer(name, value) if isinstance(value, torch.Tensor) else value for name, value in held.items()}
+
+
+def tensors_elsewhere(read: Callable[[int, int], bytes], where: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file that is on another host, each of which reads the rows that are used.
+
+    `read` returns the bytes from one position of the file to another. Raises CheckpointError later if that fails, with
+    `where` in its text, and OSError at once if the header cannot be read.
+    """
+    (length,) = struct.unpack("<Q", read(0, 8))
+    header = json.loads(read(8, 8 + length))
+    return {
+        name: _elsewhere(entry, partial(_read_at, read, where, 8 + length + entry["data_offsets"][0]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _elsewhere(entry: Mapping[str, Any], read: Callable[[int, int], bytes]) -> torch.Tensor:
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    width = (end - begin) // shape[0] if shape and shape[0] else 0
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        data = bytearray(read(first * width, last * width))
+        values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return values.reshape(last - first, *shape[1:])
+
+    def load() -> torch.Tensor:
+        if not shape or not width:
+            data = bytearray(read(0, end - begin))
+            return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+        return rows(0, shape[0])
+
+    return Deferred(load, shape, dtype, rows if width else None)
+
+
+def _read_at(read: Callable[[int, int], bytes], where: str, at: int, first: int, end: int) -> bytes:
+    try:
+        return read(at + first, at + end)
+    except OSError as error:
+        what = f"a part of the checkpoint in {where} could not be read: {error.strerror}"
+        raise CheckpointError(what, "start again from the last checkpoint") from error
 
 
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.base.schema import read_file
+from paceline.base.schema import open_file, read_file
 from paceline.errors import UsageError, first_line
 
 Chunks = Iterable[bytes | memoryview]
@@ -65,6 +65,15 @@ class Storage(Protocol):
     def local(self, folder: str, file: str) -> Path:
         """The path of a local file with the same bytes, which exists as long as this object lives."""
 
+    def is_elsewhere(self, folder: str, file: str) -> bool:
+        """Whether a file is on other hosts only, so that `read_part` reads what is needed of it."""
+
+    def read_part(self, folder: str, file: str, first: int, end: int) -> bytes:
+        """The bytes from `first` to `end` of a file that is elsewhere."""
+
+    def digest(self, folder: str, file: str) -> str:
+        """The SHA-256 of a file's bytes."""
+
     def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
         """Writes a new file durably; returns its size in bytes and its SHA-256."""
 
@@ -91,7 +100,35 @@ def storage_at(location: str | Path, another: str = RUN_DIR) -> Storage:
     return ObjectStore(str(location)) if is_url(str(location)) else Folder(Path(location), another)
 
 
-class Folder:
+class _OneStorage:
+    """The methods of a storage all of whose files can be opened on this host."""
+
+    def local(self, folder: str, file: str) -> Path:
+        """The path of a local file with the same bytes."""
+        raise NotImplementedError
+
+    def is_elsewhere(self, folder: str, file: str) -> bool:
+        """False: this host can open the file."""
+        return False
+
+    def read_part(self, folder: str, file: str, first: int, end: int) -> bytes:
+        """The bytes from `first` to `end` of a file."""
+        with open_file(self.local(folder, file)) as data:
+            data.seek(first)
+            return bytes(data.read(end - first))
+
+    def digest(self, folder: str, file: str) -> str:
+        """The SHA-256 of a file's bytes."""
+        return file_digest(self.local(folder, file))
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a local file."""
+    with open_file(path) as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+class Folder(_OneStorage):
     """A storage in a local or shared folder, which is created at the first write with access for its owner only."""
 
     shared = False
@@ -169,7 +206,7 @@ class Folder:
             (self.path / folder).rmdir()
 
 
-class ObjectStore:
+class ObjectStore(_OneStorage):
     """A storage at a URL that fsspec opens, such as ``s3://bucket/runs/a``.
 
     The packages behind fsspec read keys and endpoints from the environment.

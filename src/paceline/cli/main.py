@@ -157,7 +157,7 @@ FAR = (
     *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
     *("labels", "annotations", "node_selector", "tolerations", "queue", "pull_secrets", "volumes", "priority_class"),
-    *("workers_per_host", "listen", "dry_run", *INSIDE),
+    *("workers_per_host", "listen", "dry_run", "no_preflight", *INSIDE),
 )
 
 
@@ -217,7 +217,8 @@ def _plan(workers: int | None, **options: Any) -> str:
 
 
 def _tokenize(**options: Any) -> int | str:
-    from paceline.data.tokenize import AGAIN, tokenize  # needs numpy
+    from paceline.data.text_files import AGAIN
+    from paceline.data.tokenize import tokenize  # needs numpy
 
     try:
         return tokenize(**options)
@@ -352,16 +353,22 @@ def _makers(add: Callable[..., Any]) -> None:
         "convert text into a folder of tokens, for paceline.data.Tokens",
         "examples:\n"
         "  paceline tokenize texts/ --tokenizer tokenizer.json --out tokens/\n"
-        "  paceline tokenize 'web-*.jsonl' --field content --tokenizer gpt2 --out tokens/ --workers 8",
-        "A .txt file is one document, and so is each line of a .jsonl file. If it is killed, the same command"
-        " continues. The files do not depend on the number of workers.",
+        "  paceline tokenize 'web-*.jsonl.gz' --field content --tokenizer gpt2 --out tokens/ --workers 8",
+        "A .txt file is one document, and so is each line of a .jsonl file and each row of a .parquet file. .txt and"
+        " .jsonl files may be compressed (.gz, .zst). If it is killed, the same command continues. The result does not"
+        " depend on the number of workers.",
     )
-    option("inputs", nargs="+", metavar="INPUT", help="a .txt or .jsonl file, a folder of them, or a glob")
+    option("inputs", nargs="+", metavar="INPUT", help="a .txt, .jsonl or .parquet file, a folder of them, or a glob")
     option("--tokenizer", required=True, metavar="FILE|NAME", help="a tokenizer.json, or a name on Hugging Face's hub")
     option("--out", required=True, type=Path, metavar="FOLDER", help="folder to create")
     option("--workers", least=1, metavar="N", help="number of processes (default: one per core)")
     option("--shard-tokens", least=1, default=100_000_000, metavar="N", help="tokens per file (default 100,000,000)")
-    option("--field", default="text", metavar="NAME", help="field of a .jsonl line that holds the text (default text)")
+    option(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of a .jsonl line, or column of a .parquet file, that has the text (default text)",
+    )
     option(
         "--end",
         allow_empty=True,
@@ -419,7 +426,8 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         "--mirror",
         least=1,
         metavar="K",
-        help="copy the state of a lone worker or replica into memory every K steps (default: off)",
+        help="copy the state of a lone worker or replica into memory every K steps, on several hosts into that of two"
+        " (default: off)",
     )
     option(
         "--steps",
@@ -443,6 +451,12 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
     _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
+    option(
+        "--exclude-after",
+        least=1,
+        metavar="K",
+        help="leave a host out after K failures within seven days, if other hosts can go on (default: never)",
+    )
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
     option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")
@@ -654,6 +668,7 @@ def _far(option: Callable[..., Any], engine: str) -> None:
             help="address at which the others reach the first host (default: found automatically)",
         )
         _served(option, "from the first host")
+        option("--no-preflight", action="store_true", help="begin without measuring and comparing the hosts")
     _inside(option, engine, default_python, default_folder)
     option("--dry-run", action="store_true", help="print what would be started, without starting it")
     option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")

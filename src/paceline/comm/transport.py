@@ -31,6 +31,7 @@ from paceline.errors import PeerLostError
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMBERS = {_DTYPES[name]: number for number, name in enumerate(sorted(_DTYPES))}
 _channels: list[Transport] = []
+_delays: list[Callable[[str], bool]] = []
 _KEPT, _SMALL = 64, 64  # how many of the last collectives to keep alive, and elements of each at most
 
 
@@ -235,6 +236,9 @@ class Transport:
         return operation
 
     def _begin(self, operation: Operation, queue: tuple[Any, ...], size: int, asynchronous: bool) -> None:
+        for delay in [*_delays]:
+            if not delay(operation.name):
+                _delays.remove(delay)
         entry = self.ledger.setdefault(operation.kind, [0, 0, 0.0])
         entry[0] += 1
         entry[1] += size
@@ -343,6 +347,13 @@ def release_memory(flats: Iterable[torch.Tensor]) -> None:
     for flat in flats:
         for channel in _channels:
             channel.release(flat)
+
+
+def delay_operations(delay: Callable[[str], bool]) -> None:
+    """Calls `delay` with the name of each operation before it begins, until it returns False. It is for faults that are
+    injected on purpose.
+    """
+    _delays.append(delay)
 
 
 def interrupt(error: Exception) -> None:

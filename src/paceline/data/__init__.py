@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from paceline.data.mixing import Mix as Mix
     from paceline.data.mixing import mix as mix
     from paceline.data.packing import PackedDocuments as PackedDocuments
+    from paceline.data.packing import document_ids as document_ids
     from paceline.data.packing import document_mask as document_mask
+    from paceline.data.packing import document_offsets as document_offsets
+    from paceline.data.packing import pack as pack
     from paceline.data.parquet import ParquetRows as ParquetRows
     from paceline.data.row_stream import Stream as Stream
     from paceline.data.sampling import ClassBalancedOrder as ClassBalancedOrder
@@ -39,8 +42,11 @@ _MODULES = {
     "Tokens": "tokens",
     "WebDatasetRows": "webdataset",
     "WeightedOrder": "sampling",
+    "document_ids": "packing",
     "document_mask": "packing",
+    "document_offsets": "packing",
     "mix": "mixing",
+    "pack": "packing",
 }
 __all__ = [
     "ArrowRows",
@@ -57,8 +63,11 @@ __all__ = [
     "Tokens",
     "WebDatasetRows",
     "WeightedOrder",
+    "document_ids",
     "document_mask",
+    "document_offsets",
     "mix",
+    "pack",
 ]
 
 

@@ -37,10 +37,10 @@ from paceline.data.mixing import Mix
 from paceline.data.order import sample_index
 from paceline.data.packing import PackedDocuments
 from paceline.data.row_stream import NumberedRows, Position, RowStream
+from paceline.data.sampler_order import DRAWN, Order, SamplerOrder, rows_of
 from paceline.data.tokens import Tokens
 from paceline.errors import AddNote, DatasetError, UsageError, a
 
-Order = Callable[..., Any]
 AHEAD = 1024  # rows whose indices are computed in one go
 _ROWS, _COLLATE = 1 << 40, 1 << 41  # keep the loader's streams apart from the model's
 _FIXED = {
@@ -100,7 +100,7 @@ class Source:
         dataset: Any,
         seed: int,
         collate: Callable[[list[Any]], Any] | None,
-        order: Order | None,
+        order: Any,
         options: Mapping[str, Any],
     ) -> Source:
         """Checks a user's dataset and options; returns them as a source. Raises DatasetError and UsageError."""
@@ -116,7 +116,7 @@ class Source:
             )
             raise DatasetError(f"{what} is not a dataset", f"pass {cure}")
         if isinstance(dataset, DataLoader):
-            cure = "pass the dataset itself; steps() has collate=, order= and loader= for the rest"
+            cure = "pass its dataset; steps() takes a DataLoader, too"
             raise DatasetError("a DataLoader is not a dataset: its items are batches, not rows", cure)
         iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if iterable and not hasattr(dataset, "__iter__"):
@@ -124,11 +124,16 @@ class Source:
             raise DatasetError(f"{a(type(dataset).__name__)} is not a dataset", cure)
         if iterable and order is not None:
             raise UsageError("an iterable dataset defines its own order", "remove order=")
-        rows = None if iterable else len(dataset)
-        if rows == 0:
+        if not iterable and len(dataset) == 0:
             raise DatasetError("the dataset has no rows", "check how it was created")
-        usual_order = dataset.order if isinstance(dataset, Mix) else sample_index
-        return Source(dataset, rows, seed, collate or default_collate, order or usual_order, options)
+        if order is not None and not callable(order):
+            order = SamplerOrder(order)
+        if isinstance(order, SamplerOrder) and order.largest >= len(dataset):
+            what = f"the sampler of order= draws row {order.largest}, and the dataset has {len(dataset)} rows"
+            raise UsageError(what, "make the sampler for this dataset")
+        order = order or (dataset.order if isinstance(dataset, Mix) else sample_index)
+        rows = None if iterable else rows_of(order, dataset)
+        return Source(dataset, rows, seed, collate or default_collate, order, options)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Loads rows of the dataset, with one call if it has `__getitems__`."""
@@ -151,7 +156,8 @@ class Source:
 
     def snapshot(self) -> Snapshot:
         """A snapshot of all objects that rows depend on besides their number."""
-        order = {} if self.order is sample_index else {"order": self.order}
+        # A sampler changes by itself when it is drawn.
+        order = {} if isinstance(self.order, DRAWN) or self.order is sample_index else {"order": self.order}
         return Snapshot(dataset=self.dataset, collate=self.collate, **order)
 
     def loaded(self, one: Any, tell: Callable[..., None]) -> Any:

@@ -1,13 +1,16 @@
-"""Packs documents of unequal length into rows of equal length, so that few tokens are padding and none is cut off.
+"""Packs documents of unequal length into rows of equal length, so that few tokens are padding.
 
-A document goes into the row with the least room that it fits into, the longest documents first (best-fit decreasing;
-Ding et al., "Fewer Truncations Improve Language Modeling", 2024). Longer documents than a row are cut into pieces.
+Three methods assign documents to rows. Best fit: the longest documents first, each into the row with the least room
+that it fits into (best-fit decreasing; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). First fit:
+in the order of the documents, each into the first row that has room (Johnson, "Near-optimal Bin Packing Algorithms",
+1973). Both cut documents that are longer than a row into pieces. Concatenation: one document after another, cut at the
+end of each row.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -19,12 +22,36 @@ from paceline.data.tokens import IGNORED
 from paceline.errors import DatasetError, UsageError
 
 
+def pack(
+    documents: Any, length: int, method: str = "best-fit", lengths: Sequence[int] | None = None, pad: int = 0
+) -> PackedDocuments:
+    """Packs documents into rows of `length` tokens; returns a dataset of these rows, a `PackedDocuments`.
+
+    `documents` has a length, and each document is a sequence of token ids, or a mapping with ``input_ids`` and perhaps
+    ``labels``. `method` is one of:
+
+    - ``"best-fit"``: no document crosses the end of a row unless it is longer than a row, and hardly any token is
+      padding. Rows have documents of any part of the dataset.
+    - ``"first-fit"``: no document crosses the end of a row either, and documents stay near each other: each goes into
+      the first row that has room, in their order. More tokens may be padding.
+    - ``"concatenate"``: documents follow one another, and are cut where a row ends. Only the last row has padding. The
+      rest of a document in the next row begins there anew: it does not see its beginning.
+
+    `lengths` are those of the documents, if they are known; otherwise each document is read once. The end of a row that
+    nothing fits into has the token `pad`.
+
+    Raises UsageError for arguments that cannot work, DatasetError for a document that has another form or length.
+    """
+    return PackedDocuments(documents, length, lengths, pad, method)
+
+
 class PackedDocuments:
-    """Rows of `length` tokens, each made of one or several documents: a dataset with random access.
+    """Rows of `length` tokens, each made of one or several documents: a dataset with random access, made by `pack`.
 
     `documents` has a length, and each document is a sequence of token ids, or a mapping with ``input_ids`` and, if only
     some tokens count in the loss, ``labels``. Their `lengths` may be given; otherwise each document is read once.
-    Documents without tokens are left out. The end of a row that no document fits into has the token `pad`.
+    Documents without tokens are left out. The end of a row that no document fits into has the token `pad`. `method`:
+    see `pack`.
 
     Each row is a dict of int64 tensors of shape (length,):
 
@@ -39,8 +66,17 @@ class PackedDocuments:
     Raises UsageError for arguments that cannot work, DatasetError for a document that has another form or length.
     """
 
-    def __init__(self, documents: Any, length: int, lengths: Sequence[int] | None = None, pad: int = 0) -> None:
+    def __init__(
+        self,
+        documents: Any,
+        length: int,
+        lengths: Sequence[int] | None = None,
+        pad: int = 0,
+        method: str = "best-fit",
+    ) -> None:
         self.documents, self.length, self.pad = documents, index(length), index(pad)
+        if method not in _METHODS:
+            raise UsageError(f"method={method!r} is not a way to pack documents", f"use {', '.join(_METHODS)}")
         if self.length < 2:
             raise UsageError(f"length={length} is too small", "use a length of at least 2")
         if lengths is None:
@@ -49,7 +85,9 @@ class PackedDocuments:
             what = f"{len(lengths)} lengths were given for {len(documents)} documents"
             raise UsageError(what, "give the length of each document, or leave lengths= out")
         self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._pieces, self._starts = _pack(self._lengths, self.length)
+        rows = _METHODS[method](self._lengths.tolist(), self.length)
+        self._starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        self._pieces = np.asarray([piece for row in rows for piece in row], dtype=np.int64).reshape(-1, 3)
         if not len(self):
             raise DatasetError("no document has a token", "look at the documents: each is a sequence of token ids")
 
@@ -147,26 +185,51 @@ class BalancedOrder:
         return [*self._arranged(halves[0]), *self._arranged(halves[1])]
 
 
+def document_ids(position_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the number, from 0, of the document that each token of packed documents is in; each row counts anew.
+
+    `position_ids` (rows x tokens) begin with 0 in each document; padding counts as a document. The result is int64,
+    rows x tokens. A mask for ``flex_attention`` compares the numbers of two tokens.
+    """
+    return (position_ids == 0).cumsum(-1) - 1
+
+
 def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
     """Returns the causal attention mask of packed documents: true where a token may see another one.
 
     `position_ids` (rows x tokens) begin with 0 in each document. The mask is boolean, rows x 1 x tokens x tokens, for
     ``scaled_dot_product_attention(..., attn_mask=mask)``.
     """
-    documents = (position_ids == 0).cumsum(-1)
+    documents = document_ids(position_ids)
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     return same.tril().unsqueeze(1)
 
 
-def _pack(lengths: Any, length: int) -> tuple[Any, Any]:
-    """Returns the pieces of documents row by row (document, first token, end), and where each row's pieces begin."""
-    pieces = [
+def document_offsets(position_ids: torch.Tensor) -> torch.Tensor:
+    """Returns where documents begin in the tokens of all rows, one row after another, and last the number of tokens.
+
+    `position_ids` (rows x tokens) begin with 0 in each document; padding counts as a document. The result is int32 with
+    one dimension: the ``cu_seqlens`` of FlashAttention, and ``cu_seq_q`` and ``cu_seq_k`` of torch's ``varlen_attn``.
+    """
+    flat = position_ids.flatten()
+    return torch.cat([(flat == 0).nonzero()[:, 0], flat.new_tensor([len(flat)])]).to(torch.int32)
+
+
+_Pieces = list[tuple[int, int, int]]  # of a row: the document, and the first token and the end in it
+
+
+def _cut(lengths: Sequence[int], length: int) -> _Pieces:
+    """Returns the documents in their order, longer ones than a row in pieces."""
+    return [
         (number, start, min(start + length, size))
-        for number, size in enumerate(lengths.tolist())
+        for number, size in enumerate(lengths)
         for start in range(0, size, length)
     ]
-    pieces.sort(key=lambda piece: (piece[1] - piece[2], piece[0], piece[1]))
-    rows: list[list[tuple[int, int, int]]] = []
+
+
+def _best_fit(lengths: Sequence[int], length: int) -> list[_Pieces]:
+    pieces = sorted(_cut(lengths, length), key=lambda piece: (piece[1] - piece[2], piece[0], piece[1]))
+    rows = list[_Pieces]()
     with_room: dict[int, list[int]] = {}  # rows by their room
     rooms: list[int] = []  # the amounts of room that rows have, sorted
     for piece in pieces:
@@ -186,6 +249,42 @@ def _pack(lengths: Any, length: int) -> tuple[Any, Any]:
                 with_room[left] = []
                 insort(rooms, left)
             with_room[left].append(row)
-    starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    flat = np.asarray([piece for row in rows for piece in row], dtype=np.int64).reshape(-1, 3)
-    return flat, starts
+    return rows
+
+
+def _first_fit(lengths: Sequence[int], length: int) -> list[_Pieces]:
+    """Searches in a binary tree, in which each node has the largest room of the rows below it."""
+    pieces = _cut(lengths, length)
+    leaves = 1 << max(len(pieces) - 1, 0).bit_length()
+    rooms, rows = [length] * (2 * leaves), [_Pieces() for _ in pieces]  # the root is node 1, rows begin at `leaves`
+    for piece in pieces:
+        size, node = piece[2] - piece[1], 1
+        while node < leaves:
+            node = 2 * node if rooms[2 * node] >= size else 2 * node + 1
+        rows[node - leaves].append(piece)
+        rooms[node] -= size
+        while node > 1:
+            node //= 2
+            rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
+    return [row for row in rows if row]
+
+
+def _concatenated(lengths: Sequence[int], length: int) -> list[_Pieces]:
+    rows, room = list[_Pieces](), 0
+    for number, size in enumerate(lengths):
+        start = 0
+        while start < size:
+            if not room:
+                rows.append([])
+                room = length
+            stop = min(start + room, size)
+            rows[-1].append((number, start, stop))
+            room, start = room - (stop - start), stop
+    return rows
+
+
+_METHODS: dict[str, Callable[[Sequence[int], int], list[_Pieces]]] = {
+    "best-fit": _best_fit,
+    "first-fit": _first_fit,
+    "concatenate": _concatenated,
+}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -29,27 +28,16 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from paceline.base.console import Coloured, in_one_line, say
-from paceline.base.schema import open_file, parse, read_file, read_json
+from paceline.base.schema import parse, read_file, read_json
 from paceline.base.text import clock, number, plural, size_of
 from paceline.checkpoint.storage import flush_folder
+from paceline.data.text_files import AGAIN, Piece, find_texts, kind_of, pieces_of, texts_in
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
 
-PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MADE_FROM, PROGRESS, TOKENIZER = "made-from.json", "progress.json", "tokenizer.json"
-AGAIN = "the same command continues"
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # which end us in order, and the same command goes on
-
-
-class _Piece(NamedTuple):
-    """Consecutive bytes of an input: whole lines, at least `PIECE` bytes where there are as many."""
-
-    file: int
-    path: str
-    offset: int
-    data: bytes
-    last: bool
 
 
 class _Recipe(NamedTuple):
@@ -72,7 +60,8 @@ def tokenize(
 ) -> str:
     """Writes the tokens of `inputs` to the folder `out`, from where an earlier call was ended; returns what to print.
 
-    `inputs`: .txt files (one document each), .jsonl files (one document a line, in `field`), folders of those, globs.
+    `inputs`: .txt files (one document each), .jsonl files (one document a line, in `field`), both also compressed
+    (.gz, .zst), .parquet files (one document a row, in the column `field`), folders of those, globs.
     `tokenizer`: a ``tokenizer.json``, or a name on Hugging Face's hub. `end`: the token behind each document, by
     default the first of `ENDS` that the vocabulary has; an empty text for none. `workers`: processes, by default one
     for each core; the result does not depend on it.
@@ -84,7 +73,7 @@ def tokenize(
         raise UsageError(
             "--workers and --shard-tokens must be at least 1", "use larger numbers, or leave these options out"
         )
-    files = _find(inputs)
+    files = find_texts(inputs)
     model, text, name = _tokenizer(tokenizer)
     ids = model.get_vocab()
     if end is None:
@@ -122,26 +111,6 @@ def tokenize(
 def _summary(out: Path, made: dict[str, Any]) -> str:
     counts = f"{number(made['tokens'])} tokens of {plural(made['documents'], 'document')}"
     return f"{out}: {counts} in {plural(len(made['shards']), 'shard')} of {made['dtype']}"
-
-
-def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Finds the input files; returns {path: (bytes, time of change in ns)} in reading order, each file once."""
-    paths: dict[str, None] = {}
-    for given in inputs:
-        matches = [given]
-        if os.path.isdir(given):
-            matches = sorted(str(path) for path in Path(given).rglob("*") if path.suffix in (".txt", ".jsonl"))
-        elif not os.path.exists(given):
-            matches = sorted(glob.glob(given, recursive=True))
-        if not matches:
-            what = f"found no text in {in_one_line(given)}"
-            raise UsageError(what, "pass .txt or .jsonl files, folders of them, or globs")
-        paths |= dict.fromkeys(matches)
-    for path in paths:
-        if Path(path).suffix not in (".txt", ".jsonl"):
-            what = f"{in_one_line(path)} is neither .txt nor .jsonl"
-            raise UsageError(what, "convert it, or rename it if it is plain text")
-    return {path: ((known := os.stat(path)).st_size, known.st_mtime_ns) for path in paths}
 
 
 def _tokenizer(given: str) -> tuple[Any, bytes, str]:
@@ -254,8 +223,9 @@ def _make(
         progress = read_json(out / PROGRESS, TokenProgress, str(out / PROGRESS), cure)
         position, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
     with ExitStack() as stack:
-        pieces = _pieces(list(files), [size for size, _ in files.values()], position["file"], position["offset"])
-        line = _Line([size for size, _ in files.values()], position, sum(shard["tokens"] for shard in shards))
+        sizes = [size for size, _ in files.values()]
+        pieces = pieces_of(list(files), sizes, recipe.field, position["file"], position["offset"])
+        line = _Line(sizes, sum(shard["tokens"] for shard in shards))
         stream = _TokenStream(_tokenized(pieces, recipe, workers, stack), position, line)
         while stream.more():
             name, count, digest = f"{len(shards):05}.bin", 0, hashlib.sha256()
@@ -275,7 +245,7 @@ def _make(
 class _TokenStream:
     """The tokens of all pieces as one stream, from a position on."""
 
-    def __init__(self, results: Iterator[tuple[_Piece, Any, int]], position: dict[str, int], line: _Line) -> None:
+    def __init__(self, results: Iterator[tuple[Piece, Any, int]], position: dict[str, int], line: _Line) -> None:
         self._results, self._line = results, line
         self.documents, self._inside = position["documents"], 0  # before the present piece, and in it
         self._piece, self._tokens = line.end, np.empty(0)
@@ -308,28 +278,9 @@ class _TokenStream:
         return {"file": piece.file, "offset": piece.offset, "skip": self._used, "documents": self.documents}
 
 
-def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Iterator[_Piece]:
-    """Cuts the inputs into pieces, from a position on; ignores text that was appended after the start."""
-    for which in range(file, len(paths)):
-        path, size = paths[which], sizes[which]
-        try:
-            with open_file(path) as source:
-                source.seek(offset)
-                while offset < size:
-                    data = source.read(min(PIECE, size - offset))
-                    data += source.readline(size - offset - len(data))
-                    if not data:
-                        raise DatasetError(f"{path} is shorter than before", f"restore it; {AGAIN}")
-                    yield _Piece(which, path, offset, data, offset + len(data) == size)
-                    offset += len(data)
-        except OSError as error:
-            raise DatasetError(f"{path} cannot be read ({first_line(error)})", f"repair that; {AGAIN}") from error
-        offset = 0
-
-
 def _tokenized(
-    pieces: Iterator[_Piece], recipe: _Recipe, workers: int, stack: ExitStack
-) -> Iterator[tuple[_Piece, Any, int]]:
+    pieces: Iterator[Piece], recipe: _Recipe, workers: int, stack: ExitStack
+) -> Iterator[tuple[Piece, Any, int]]:
     """Tokenizes the pieces in parallel; yields, in order, each piece without its text, its tokens, and the number of
     documents that end in it.
     """
@@ -350,7 +301,7 @@ def _tokenized(
                 piece = next(pieces, None)
                 more = piece is not None
                 if piece is not None:
-                    ahead.append((piece._replace(data=b""), pool.submit(_encode, piece)))
+                    ahead.append((piece._replace(data=None), pool.submit(_encode, piece)))
             if ahead:
                 piece, future = ahead.popleft()
                 tokens, documents, problem = future.result()
@@ -377,12 +328,12 @@ def _start(parent: int, recipe: _Recipe) -> None:
         os._exit(1)
 
 
-def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
+def _encode(piece: Piece) -> tuple[Any, int, tuple[str, str] | None]:
     """A piece's tokens, the number of documents that end in it, and its error (what, cure), if there is one."""
     ids: list[int] = []
-    documents, whole_file = 0, piece.path.endswith(".txt")
+    documents, whole_file = 0, kind_of(piece.path)[0] == ".txt"
     try:
-        for text in [_decoded(piece.data, piece)] if whole_file else _fields(piece):
+        for text in texts_in(piece, _recipe.field):
             # One at a time, because the library would give several to threads of its own. Special tokens that it adds
             # itself (a start, a separator) belong to the model it was made for, not into a stream.
             (encoding,) = _recipe.tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -397,46 +348,20 @@ def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
     return np.array(ids, np.dtype(_recipe.dtype).newbyteorder("<")), documents, None
 
 
-def _decoded(data: bytes, piece: _Piece, offset: int = 0) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        at = piece.offset + offset + error.start
-        raise DatasetError(f"{piece.path} is not UTF-8 at byte {at}", "convert it, for example with iconv") from None
-
-
-def _fields(piece: _Piece) -> Iterator[str]:
-    """The texts in the lines of a .jsonl file."""
-    offset, field = 0, _recipe.field
-    for line in piece.data.split(b"\n"):
-        if line.strip():
-            text, where = _decoded(line, piece, offset), f"the line at byte {piece.offset + offset} of {piece.path}"
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError):
-                record = None
-            if not isinstance(record, dict):
-                raise DatasetError(f"{where} is not a JSON object", "repair or remove this line")
-            if not isinstance(record.get(field), str):
-                raise DatasetError(f"{where} has no text in {field!r}", f"set --field to one of: {', '.join(record)}")
-            # Half a surrogate pair, which JSON can write, is no text: it becomes U+FFFD.
-            yield record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        offset += len(line) + 1
-
-
 class _Line:
     """The progress line on standard error: repainted on a terminal, else printed every ten seconds and at the end."""
 
-    def __init__(self, sizes: list[int], position: dict[str, int], tokens: int) -> None:
+    def __init__(self, sizes: list[int], tokens: int) -> None:
         self._before = np.cumsum([0, *sizes])  # bytes before each file
-        self.end = _Piece(len(sizes), "", 0, b"", True)
-        self._done = self._first = int(self._before[position["file"]]) + position["offset"]
+        self.end = Piece(len(sizes), "", 0, None, True)
+        self._done, self._first = 0, -1
         self._tokens, self._began, self._shown = tokens, time.monotonic(), 0.0
         self._live = sys.stderr.isatty()
 
-    def add(self, piece: _Piece, tokens: int) -> None:
+    def add(self, piece: Piece, tokens: int) -> None:
         """Counts tokens that were written, and shows the line if it is due."""
-        self._done = int(self._before[piece.file]) + piece.offset
+        self._done = int(self._before[piece.file]) + piece.read
+        self._first = self._done if self._first < 0 else self._first
         self._tokens += tokens
         if time.monotonic() - self._shown >= (0.1 if self._live else 10):
             self.show()
@@ -445,7 +370,7 @@ class _Line:
         """Writes the line; the `last` one says that all is done."""
         self._shown, total = time.monotonic(), int(self._before[-1])
         self._done = total if last else self._done
-        speed = (self._done - self._first) / max(self._shown - self._began, 1e-3)
+        speed = (self._done - max(self._first, 0)) / max(self._shown - self._began, 1e-3)
         text = f"{size_of(self._done)} of {size_of(total)}  {number(self._tokens)} tokens"
         text += f"  {size_of(speed)}/s  {clock((total - self._done) / speed)} left" if speed else ""
         with suppress(OSError):  # whoever read it is gone

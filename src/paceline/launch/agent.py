@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
-from paceline.base.environment import SERVERS
+from paceline.base.environment import host_name, variable
 from paceline.base.heartbeat import DONE, LOADED
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
@@ -26,6 +26,8 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.diagnostics import Recorder
 from paceline.launch.hangs import Hangs
+from paceline.launch.host_health import HostHealth, HostWatch
+from paceline.launch.host_history import FAILURE, HostEntry, HostHistory
 from paceline.launch.options import LaunchOptions
 from paceline.launch.outcome import RunOutcome
 from paceline.launch.output import Output
@@ -93,6 +95,7 @@ class Agent:
         self._failing: dict[int, str] = {}  # workers whose failure ends the run, and how they failed
         self._since: dict[int, float] = {}  # monotonic seconds at which that became known
         self._wanted: dict[int, dict[str, Any]] = {}  # the life of each worker that the coordinator wants
+        self._store: Any = None  # the address of the first team's store, once that team can start
         self._ending_first: list[Worker] = []  # processes that must end before their workers start again
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
@@ -109,6 +112,11 @@ class Agent:
         self._standby_address: tuple[str, int] = standby_address
         self._ending = RunOutcome(options, folder, journal, self._output, self.say)
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
+        self._host_watch = HostWatch(partial(HostHealth, folder, lambda: link.clock))
+        self._shown_troubles: set[str] = set()
+        # What happens in a rehearsal, or because of injected faults, says nothing about the host.
+        is_real = not (options.temporary or options.raw or variable("PACELINE_CHAOS"))
+        self._history = HostHistory() if is_real else None
         self.change: PlanChange | None = None  # of the plan, for which the run stops
         self._watch: PlanWatch | None = None
         if options.chosen is not None and options.chosen.outlook is not None and not options.shares:
@@ -131,6 +139,7 @@ class Agent:
             self._prepare()
             for text in at_launch():  # while torch is imported
                 self.say(text, always=True)
+            self._host_watch.start()
             self._tell()
             self._link.start()
             while not self._done():
@@ -147,6 +156,7 @@ class Agent:
                 self._look_at_ends(now)
                 self._run_folder.look(now)
                 self._look_at_the_plan(now)
+                self._look_at_the_host()
                 self._tell()
                 self._recorder.look()
         finally:
@@ -213,11 +223,15 @@ class Agent:
         self._workers.prepare(self._start)
 
     def _start(self) -> None:
-        begins = self._options.workers if self._ending.first else 0  # the others wait to be admitted
-        if begins:
-            self._workers.start(dict.fromkeys(self._workers.numbers[:begins], 0))
-        for number in self._workers.numbers[begins:]:
-            self._workers.again(number, 0)
+        size = self._link.run["workers"]  # of the first team, which starts once its hosts have joined
+        first = [number for number in self._workers.numbers if number < size]
+        if self._ending.first and len(first) == size:
+            self._workers.start(dict.fromkeys(first, 0))
+        else:
+            self._want(self._wanted)
+        for number in self._workers.numbers:
+            if number >= size:  # it waits to be admitted
+                self._workers.again(number, 0)
 
     def say(self, text: str, always: bool = False) -> None:
         """Prints a line on the console, with --quiet only if `always`."""
@@ -250,6 +264,8 @@ class Agent:
             return False
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
+        if not self._leaving and any(self._is_due(number, wanted) for number, wanted in self._wanted.items()):
+            return False  # they wait for the hosts of the others
         if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
             return False  # other hosts continue to train, and need our coordinator
         return self._link.settled(self._report) or self._link.away > GIVEN_UP
@@ -300,6 +316,7 @@ class Agent:
         for worker in self._workers.all:
             if worker.alive and not worker.serves:  # a worker without a trainer yet just ends
                 worker.process.signal(sent)
+        self._want(self._wanted)  # a team that waits for hosts does not start any more
 
     def _look_at_the_plan(self, now: float) -> None:
         """Stops the run at the end of a step if it is to go on under another plan."""
@@ -311,6 +328,19 @@ class Agent:
             what, why = self._watch.texts(self.change)
             self.say(f"auto: {what}: {why}")
             self._stop_all(signal.SIGTERM)
+
+    def _look_at_the_host(self) -> None:
+        """Reports what was noticed of this host: each kind of trouble once on the console, and all in the history."""
+        for trouble in self._host_watch.take():
+            self._remember(trouble.at, trouble.kind, trouble.text)
+            if trouble.kind not in self._shown_troubles:
+                self._shown_troubles.add(trouble.kind)
+                self.say(f"{host_name()}: {trouble.text}")
+
+    def _remember(self, at: float, kind: str, text: str) -> None:
+        """Keeps what happened to this host for later runs."""
+        if self._history is not None:
+            self._history.add(HostEntry(at, kind, text, str(short(self._folder))))
 
     def _keep_plan(self, number: int) -> None:
         """Stops the run for good, although it has begun to stop for another plan."""
@@ -335,7 +365,8 @@ class Agent:
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
-        self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses}
+        troubles = [*self._host_watch.newest]
+        self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses, "troubles": troubles}
         workers = {number: worker.report() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
@@ -355,6 +386,7 @@ class Agent:
             if version > self._lines:
                 self._lines = version
                 self.say(line, always)
+        self._store = orders["store"]
         self._wanted = {int(number): wanted for number, wanted in orders["workers"].items()}
         self._want(self._wanted)
         generation, messages = orders["generation"], []
@@ -387,25 +419,38 @@ class Agent:
         elif orders["stop"] and self.change is not None:
             self._keep_plan(signal.SIGTERM)
         self._over |= orders["over"]
+        for at, text in orders.get("failures", ()):
+            self._remember(at, FAILURE, text)
         self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._standby_address]
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))
 
+    def _is_due(self, number: int, wanted: Mapping[str, Any]) -> bool:
+        """Whether a worker is to start with the first team, and has not started yet."""
+        worker = self._workers.now.get(number)
+        is_first = not (wanted["newcomer"] or wanted["out"] or number in self._declined)
+        return is_first and (worker is None or worker.life < wanted["life"])
+
     def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
         """Starts and kills workers until each is in the life that the coordinator wants, and no worker that is out
-        runs. A worker is started again only after its last process has ended.
+        runs. A worker is started again only after its last process has ended, and the workers of the first team once
+        the hosts of all of them have joined.
         """
         together, self._ending_first = {}, []
+        if self._workers.preparing:
+            return
         for number, wanted in workers.items():
             worker, life = self._workers.now.get(number), wanted["life"]
-            if worker is None and number >= SERVERS and number not in self._declined and not wanted["out"]:
+            if worker is None and wanted["newcomer"] and number not in self._declined and not wanted["out"]:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
+            elif worker is None and self._is_due(number, wanted):
+                together[number] = max(life, 0)
             if worker is None or worker.life > life or (worker.life == life and not wanted["out"]):
                 continue
             self._workers.lose(worker)
             if worker.alive and "failed" not in worker.events:
                 worker.process.signal(signal.SIGKILL)  # otherwise it could wake up and end a step of its old team
-            if worker.life == life or number in self._declined:
+            if worker.life == life or wanted["out"] or number in self._declined:
                 continue
             if worker.alive:
                 self._ending_first.append(worker)
@@ -413,12 +458,13 @@ class Agent:
                 together[number] = life
             elif not worker.alive:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
-        if any(self._workers.now[number].alive for number in together):
+        if any(worker.alive for worker in self._ending_first if worker.rank in together):
             return
         if together and self._stop is not None:  # no worker has anything to save
             self._at_once = True
-        elif together:
-            self._start_again(together, partial(self._workers.start, together))
+        elif together and self._store is not None:
+            host, port = self._store
+            self._start_again(together, partial(self._workers.start, together, (host, port) if port else None))
 
     def _look_at_ends(self, now: float) -> None:
         """Continues starts that wait for the ends of processes; kills a failed process that does not end."""
@@ -528,6 +574,7 @@ class Agent:
         again |= before is not None
         self._ending.took_over = not self._ending.first
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
+        given["numbers"] = [] if again else self._workers.numbers
         self._standby.listen(256)
         token, selector = self._link.token, self._workers.selector
         restore = self._run_folder.restore
@@ -566,6 +613,7 @@ class Agent:
 
     def _end(self) -> None:
         """Ends all processes and reads their last output."""
+        self._host_watch.close()
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
         self._recorder.look(end=True)

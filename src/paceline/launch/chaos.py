@@ -23,9 +23,16 @@ from paceline.launch.check import LIMIT, Case, apart, rehearse
 from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
-from paceline.team.fault_injection import APART, FLIP, Fault, parse_faults, read_log
+from paceline.team.fault_injection import APART, FLIP, LASTING, Fault, parse_faults, read_log
 
-KINDS = ("kill", "kill", "kill", "stop", "raise", "exit")  # faults are drawn from these
+# Faults are drawn from these. A team survives all of them one after another, as long as one worker is left.
+KINDS = ("kill", "kill", "kill", "stop", "raise", "exit", "partition", "loss", "slow-memory", "slow-disk", "clock")
+SHOWN = {  # what is shown of faults that no worker is lost by
+    "loss": "one in three operations was delayed for two seconds, first",
+    "slow-memory": "memory was slow for two seconds",
+    "slow-disk": "the disk was slow for two seconds",
+    "clock": "the clock was an hour ahead for two seconds",
+}
 MOMENTS = ("loading", "forward", "backward", "reduced")
 FIRST = 2  # steps before the first fault
 
@@ -114,12 +121,17 @@ def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, 
         what = f"bit {entry['bit']} of element {entry['element']} of {entry['tensor']}"
         return f"{fault!s:24} {'noticed' if seen else 'not noticed'}: {what}"
 
+    if fault.kind in LASTING:
+        return f"{fault!s:24} happened: {' '.join(filter(None, [SHOWN[fault.kind], entry.get('operation')]))}"
+
     def after(kind: str, is_member: bool | None = None) -> str:
         later = (e for e in events if e["event"] == kind and e["at"] >= entry["at"])
         fits = (e for e in later if is_member is None or (fault.worker in e["workers"]) == is_member)
         first_event = next(fits, None)
         return "-" if first_event is None else duration(first_event["at"] - entry["at"])
 
+    if fault.kind == "partition":  # no worker is lost, and the same team forms again
+        return f"{fault!s:24} {'-':>14} {after('formed', True):>18} {'-':>11}"
     return f"{fault!s:24} {after('lost', True):>14} {after('formed', False):>18} {after('formed', True):>11}"
 
 

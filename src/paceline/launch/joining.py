@@ -16,21 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import in_one_line, say
-from paceline.base.environment import address_towards
+from paceline.base.environment import address_towards, host_name
 from paceline.base.schema import read_file
 from paceline.base.text import plural
 from paceline.base.tracebacks import short
 from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
+from paceline.launch.host_history import HostHistory
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.team.auth import NAME, read_token
 from paceline.team.coordinator_client import CoordinatorClient, RefusedError, UnsignedError
+from paceline.team.host_failures import FORBIDDEN
 from paceline.team.join_options import TermsError
 
 LONGEST = 30  # lines of a script difference that are shown
 # What to do if a program answers that does not know the token of the run.
 NO_TOKEN = f"check whether the run is still running there, or copy the file {NAME} of its run folder here again"
 NAMELESS = 0.5  # seconds between two attempts to resolve a name
+
+
+class HostExcludedError(LaunchError):
+    """The run goes on without this host, which has failed too often."""
 
 
 def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
@@ -76,6 +82,8 @@ def introduction(options: LaunchOptions, folder: Path, numbers: list[int], stand
         "count": options.workers + options.spares,
         "spares": options.spares,
         "same": likeness(options),
+        "machine": host_name(),
+        "failures": [] if options.temporary or options.raw else HostHistory().failures,
     }
 
 
@@ -165,6 +173,9 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
         cure = "use the same version of Paceline as the run"
         raise LaunchError(f"the run at {host}:{port} cannot be joined: {why}", cure) from None
     except RefusedError as refused:
+        if refused.code == FORBIDDEN:
+            left_out = f"{host_name()} is left out of the run at {host}:{port} after {refused}"
+            raise HostExcludedError(left_out, "test this host; `paceline doctor` shows its history") from None
         differs = refused.reply.get("differs")
         if not differs:
             raise LaunchError(f"the run at {host}:{port} cannot be joined: {refused}", "see its console") from None

@@ -32,6 +32,7 @@ from paceline.base.environment import (
 )
 from paceline.base.journal import Journal, replace_file
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
+from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural
 from paceline.base.tracebacks import short
 from paceline.checkpoint.lock import hold_lock
@@ -40,8 +41,8 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.foreign_scripts import refuse_foreign
 from paceline.launch.fork_server import Kept
-from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
-from paceline.launch.mirror import mirror
+from paceline.launch.joining import HostExcludedError, address_of, find, introduction, join, likeness, listen, stand_by
+from paceline.launch.mirror import mirror, shared
 from paceline.launch.notify import Notifier
 from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
 from paceline.launch.preflight import refuse_fp8
@@ -55,6 +56,7 @@ from paceline.plan import Plan
 from paceline.team.auth import keep_token, make_token, read_token
 from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.etcd_lease import parse_store
+from paceline.team.host_failures import LEFT_OUT
 
 PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
 FULL = errno.ENOSPC, errno.EDQUOT
@@ -72,6 +74,7 @@ def launch(options: LaunchOptions) -> int:
         refuse_options(options)
     if options.nodes is not None:
         options = _as_node(options)
+    options = _with_size(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
     try:
@@ -145,9 +148,25 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     if rank and options.run_dir is not None:
         where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
+    if (
+        not rank
+        and options.plan is not None
+        and (size := Plan.parse(options.plan).first_team(workers)) <= workers * count
+    ):
+        where |= {"size": size if size > workers else 0}
     where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
     again = variable("PACELINE_AGAIN")
     return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
+
+
+def _with_size(options: LaunchOptions) -> LaunchOptions:
+    """Adds the number of workers with which the run begins, if the plan needs hosts that join: as many as --min-workers
+    says will come.
+    """
+    if options.plan is None or options.listen is None or options.size or options.min_workers <= options.workers:
+        return options
+    size = Plan.parse(options.plan).first_team(options.workers)
+    return replace(options, size=size) if options.workers < size <= options.min_workers else options
 
 
 def _begin(
@@ -170,7 +189,10 @@ def _begin(
             from paceline.launch.run_config import effective_config  # not with every run
 
             replace_file(folder / CONFIG_FILE, effective_config(options, str(short(folder))))
-        numbers = list(range(options.workers + options.spares))
+        options = replace(options, size=options.size or options.workers)
+        sizes = Plan.parse(options.plan or "").mesh(1).group_sizes
+        numbers = pick_ranks(range(options.size), options.workers, sizes)
+        numbers += range(options.size, options.size + options.spares)
         if options.token is not None:
             keep_token(folder, options.token)
         if options.on_listening is not None:
@@ -181,8 +203,9 @@ def _begin(
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
             name: getattr(options, name)
-            for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store")
+            for name in ("script", "max_restarts", "min_workers", "begin", "store", "exclude_after")
         }
+        link.run["workers"] = options.size
         if options.raw:  # the loss of one worker ends all: `_launch` restarts them together
             link.run |= {"max_restarts": 0}
             argv = [options.script, *options.arguments]
@@ -190,7 +213,10 @@ def _begin(
             journal.write("start", workers=options.workers, hosts=1, raw=True, **about)
         link.run |= {"same": likeness(options), "given": given}
         link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
-        with Progress(kind=options.progress if options.debug is None else "plain") as progress:
+        with (
+            Progress(kind=options.progress if options.debug is None else "plain") as progress,
+            shared(options, lambda: link.token) as options,
+        ):
             progress.max_steps = options.max_steps
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
@@ -208,9 +234,15 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
         folder = _folder(options)
     standby = stand_by(address, options.patience)
     link = CoordinatorClient(address, token, introduction(options, folder, [], standby))
-    options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
+    try:
+        options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
+    except HostExcludedError as error:
+        say(str(error))
+        return LEFT_OUT
     metrics, page, begun = link.run["served"]
     with (
+        mirror(options.mirror) as variables,
+        shared(replace(options, environment={**options.environment, **variables}), lambda: token) as options,
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
         _held(folder, options.patience, notifier) if has_own_folder else _open(folder, notifier) as journal,
         Progress(kind=options.progress) as progress,
@@ -279,13 +311,16 @@ def _check(options: LaunchOptions) -> None:
         check_spares(options)
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
-    count = options.workers or options.spares
-    if options.plan is not None and Plan.parse(options.plan).validate(count).precision == "fp8":
-        refuse_fp8()
+    size = options.size or options.workers or options.spares
+    if options.plan is not None:  # a host that joins has workers for one of the run's replicas, or for a part of it
+        plan = Plan.parse(options.plan)
+        plan = plan if options.join is not None else plan.validate(size)
+        if plan.precision == "fp8":
+            refuse_fp8()
     if options.max_time is not None:
         parse_time(options.max_time)
     if options.shares is not None:
-        parse_shares(options.shares, options.workers)
+        parse_shares(options.shares, size)
     if options.listen is not None:
         address_of(options.listen)
     starts_cold(), standstill()  # UsageError: these variables cannot be read

@@ -1,4 +1,4 @@
-"""Keeps checkpoints in memory for `--mirror`."""
+"""Keeps checkpoints in memory for `--mirror`: the folder, and its server for the other hosts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+
+from paceline.base.environment import MIRROR, MIRROR_AT
+from paceline.base.handshake import make_key
+from paceline.checkpoint.host_memory import MemoryServer
+from paceline.launch.options import LaunchOptions
 
 MEMORY = Path("/dev/shm")
 PREFIX = "paceline-mirror-"
@@ -38,13 +44,29 @@ def mirror(steps: int | None) -> Iterator[dict[str, str]]:
         command, stdin=subprocess.PIPE, stdout=none, stderr=none, start_new_session=True, cwd="/"
     )
     try:
-        yield {"PACELINE_MIRROR": f"{steps}:{folder}"}
+        yield {MIRROR: f"{steps}:{folder}"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         remover.stdin.close()  # type: ignore[union-attr]
         remover.wait()
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def shared(options: LaunchOptions, token: Callable[[], bytes]) -> Iterator[LaunchOptions]:
+    """Serves the folder of the mirror to the run's other hosts, and yields the options of workers that use it. Without
+    a mirror, or without other hosts, it does nothing.
+    """
+    _, _, folder = options.environment.get(MIRROR, "").partition(":")
+    if not folder or (options.listen is None and options.join is None):
+        yield options
+        return
+    server = MemoryServer(Path(folder), options.address, lambda salt: make_key(token(), salt))
+    try:
+        yield replace(options, environment={**options.environment, MIRROR_AT: ":".join(map(str, server.at))})
+    finally:
+        server.close()
 
 
 def remove_abandoned() -> None:

@@ -16,7 +16,7 @@ CONFIG_FILE = "config.json"  # in the folder of a run with --config: its effecti
 # Options of a run that joining agents take over. Workers get them as PACELINE_PLAN and so on.
 GIVEN = (
     "plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "log_to", "heal", "verify_steps",
-    "config",
+    "config", "mirror",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class LaunchOptions:
     - `quiet`: print only how the run ended, and only if it did not finish; `verbose`: print the full report at the end.
     - `cold_start`: each worker imports torch itself; `kept`: passes the warm process to the next run of this command.
     - `checkpoints`: a folder or URL for checkpoints outside of the run folder; `keep`: how many of the newest remain;
-      `mirror`: steps between two copies of the state in memory.
+      `mirror`: steps between two copies in memory of the state of a lone replica.
     - `tensorboard`: whether TensorBoard files are written; `log_to`: names of loggers; `progress`: plain, rich or none;
       `heal`: whether workers take the weights of a majority; `verify_steps`: the part of the steps that is computed
       twice and compared.
@@ -74,7 +74,8 @@ class LaunchOptions:
     - `chosen`: what `auto` has chosen as the plan. `deadline`: the monotonic time at which `max_time` is over.
       `config`: the script's part of the configuration file, as JSON.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
-    - `address`, `size`: our address and the number of workers at the start of the run; set by the agent.
+    - `address`: our address; set by the agent. `size`: the number of workers with which the run begins, on this host
+      and on others that join; 0: those of this host.
     """
 
     script: str
@@ -111,6 +112,7 @@ class LaunchOptions:
     hang_timeout: int | None = None
     spares: int = 0
     min_workers: int = 1
+    exclude_after: int | None = None
     begin: int = 1
     join: str | None = None
     token_file: str | None = None

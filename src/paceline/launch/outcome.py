@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import Coloured, command_line, in_one_line, printable
-from paceline.base.environment import FUNCTION
+from paceline.base.environment import FUNCTION, host_name
 from paceline.base.journal import Event, Journal
 from paceline.base.memory import advice
 from paceline.base.tracebacks import named, short
@@ -23,6 +23,7 @@ from paceline.launch.output import Output
 from paceline.launch.workers import Worker
 from paceline.observe.report import write_report
 from paceline.team.coordinator import STOPPED
+from paceline.team.host_failures import LEFT_OUT
 
 INTERRUPTED = 130
 NOT_USED = "no Trainer was created and paceline.join() was not called"
@@ -91,6 +92,8 @@ class RunOutcome:
         if left:
             self._say(f"left the run, which continues without this host\nrejoin with: {self._command()}", always=True)
             return asked
+        if orders.get("excluded") and not (orders.get("finished") or self.first or self.took_over):
+            return self.left_out(str(orders["excluded"]))
         well = all(worker.status == 0 for worker in workers) if workers else orders.get("finished", False)
         finished = well and not failing_entries
         if not finished and (stop is not None or any(worker.status == STOPPED for worker in workers)):
@@ -105,10 +108,16 @@ class RunOutcome:
             return 1
         return self._finished(workers) if finished else self._unknown()
 
+    def left_out(self, reasons: str) -> int:
+        """Prints that the run goes on without this host because of its failures. Returns the exit code."""
+        what = f"{host_name()} is left out of the run after {reasons}"
+        self._say(f"{what}\nnext: test this host; `paceline doctor` shows its history", always=True)
+        return LEFT_OUT
+
     @property
     def _size(self) -> int:
         """The number of workers with which the run began; 0 if another agent began it."""
-        return max(self._options.workers, self._options.begin) if self.first else 0
+        return max(self._options.workers, self._options.begin, self._options.size) if self.first else 0
 
     @property
     def _name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import mmap
 import os
 import re
@@ -25,6 +26,7 @@ from paceline.base.environment import (
     address_towards,
     gloo_interface,
     gpus,
+    host_name,
     memory_free,
     nodes_by_launcher,
     reached_at,
@@ -34,11 +36,14 @@ from paceline.base.environment import (
 )
 from paceline.base.text import plural, size_of
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.host_health import Gpus, counters
+from paceline.launch.host_history import HostHistory
 
 SHM = Path("/dev/shm")
 LEAST_SHM = 1 << 30  # bytes below which a note is given
 COPIED = 32 << 20  # bytes of the test copy
 FILES = 1024  # open files below which a note is given: hundreds of workers and loaders need more
+SIDE, PRODUCTS = 1024, 0.25  # rows of the matrices that are multiplied, and seconds of that
 SLOW = 0.5  # seconds of a flush above which a note is given
 TORCH = (2, 13)
 _SIOCGIFADDR = 0x8915  # of netdevice(7)
@@ -62,6 +67,7 @@ def checkup(folder: Path) -> Iterator[Finding]:
     for look in (_versions, _cores, _memory, _room, _copy, _graphics, _address, _files):
         yield from look()
     yield from _disk(folder)
+    yield from _errors()
     yield from _start()
 
 
@@ -134,10 +140,12 @@ def _room() -> Iterator[Finding]:
         yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes pass rows through it; {cure}")
 
 
-def _copy() -> Iterator[Finding]:
-    """Copies data through shared memory, if there is space, and compares it."""
+def measure_copy() -> tuple[float, bool] | None:
+    """Copies data through shared memory. Returns the bytes per second and whether the copy is correct; None without
+    space for it.
+    """
     if not SHM.is_dir() or shutil.disk_usage(SHM).free < 2 * COPIED:
-        return
+        return None
     pattern = os.urandom(1 << 20) * (COPIED >> 20)
     with tempfile.TemporaryFile(dir=SHM) as file:
         file.truncate(COPIED)
@@ -147,7 +155,64 @@ def _copy() -> Iterator[Finding]:
             memory[:] = pattern
             took = time.perf_counter() - began
             same = hashlib.blake2b(memory).digest() == hashlib.blake2b(pattern).digest()
-    speed = f"{COPIED / took / 1e9:.1f} GB/s"
+    return COPIED / took, same
+
+
+def measure_products() -> float | None:
+    """Multiplies matrices with numpy, which is imported sooner than torch. Returns the floating-point operations per
+    second, of the best of several products; None without numpy.
+    """
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    matrix, best = np.ones((SIDE, SIDE), np.float32), math.inf
+    end = time.perf_counter() + PRODUCTS
+    while time.perf_counter() < end or best == math.inf:
+        began = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - began)
+    return 2 * SIDE**3 / best
+
+
+def measure_flush(folder: Path) -> tuple[Path, float]:
+    """Writes to the nearest folder that exists. Returns it, and the seconds of a flush. OSError: it cannot be
+    written.
+    """
+    existing_folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=existing_folder) as file:
+            file.write(b"\0" * (1 << 20))
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            return existing_folder, time.perf_counter() - began
+    except OSError as error:
+        error.filename = str(existing_folder)
+        raise
+
+
+def figures(folder: Path) -> dict[str, float]:
+    """Measures this host in less than a second: memory bandwidth (GB/s), matrix products (GFLOP/s), a flush in `folder`
+    (ms) and the free space there (GB). What cannot be measured is left out.
+    """
+    measured = {"free": 0.0}
+    if (copied := measure_copy()) is not None:
+        measured["memory"] = copied[0] / 1e9
+    if (rate := measure_products()) is not None:
+        measured["products"] = rate / 1e9
+    with suppress(OSError):
+        existing_folder, seconds = measure_flush(folder)
+        measured |= {"flush": 1000 * seconds, "free": shutil.disk_usage(existing_folder).free / 1e9}
+    return measured
+
+
+def _copy() -> Iterator[Finding]:
+    copied = measure_copy()
+    if copied is None:
+        return
+    rate, same = copied
+    speed = f"{rate / 1e9:.1f} GB/s"
     yield Finding(
         f"a copy through shared memory is correct, {speed}" if same else "a copy through shared memory is corrupted",
         "" if same else "test the memory of this machine: no result computed on it can be trusted",
@@ -220,22 +285,31 @@ def _files() -> Iterator[Finding]:
 
 def _disk(folder: Path) -> Iterator[Finding]:
     """Whether a checkpoint can be written near `folder`, and how long a flush takes there."""
-    existing_folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     try:
-        with tempfile.TemporaryFile(dir=existing_folder) as file:
-            file.write(b"\0" * (1 << 20))
-            file.flush()
-            began = time.perf_counter()
-            os.fsync(file.fileno())
-            took = time.perf_counter() - began
+        existing_folder, took = measure_flush(folder)
     except OSError as error:
-        yield Finding(
-            f"{existing_folder} cannot be written ({error.strerror})", "choose another --run-dir or --checkpoints"
-        )
+        what = f"{error.filename} cannot be written ({error.strerror})"
+        yield Finding(what, "choose another --run-dir or --checkpoints")
         return
     free = size_of(shutil.disk_usage(existing_folder).free)
     what = f"{free} free in {existing_folder}, a flush takes {1000 * took:.0f} ms"
     yield Finding(what, note="writing checkpoints will be slow" if took > SLOW else "")
+
+
+def _errors() -> Iterator[Finding]:
+    """What the kernel and the driver have counted, and what this host remembers of earlier runs."""
+    counted = [counter for counter in (*counters(), *Gpus().counters()) if counter.errors]
+    for counter in counted:
+        cure = "test this host before you use it" if counter.fatal else ""
+        yield Finding(f"{counter.what}: {counter.errors} since this host started", cure, "watch whether there are more")
+    if not counted:
+        yield Finding("no errors of memory, disks or GPUs were counted since this host started")
+    history = HostHistory()
+    failures, lines = history.failures, [*history.lines()]
+    if lines:
+        more = "".join(f"\n      {line.strip()}" for line in lines[1:])
+        where = f"remove {history.path} once the host is repaired{more}"
+        yield Finding(f"{host_name()} remembers {lines[0]}", note=where if failures else more.strip() or where)
 
 
 def _start() -> Iterator[Finding]:

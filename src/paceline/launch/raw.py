@@ -47,6 +47,7 @@ REFUSED = {
     "verify_steps": ("--verify-steps", "the script makes its own steps", "leave it out"),
     "spares": ("--spares", _STATIC, "leave it out: a failure restarts all workers"),
     "min_workers": ("--min-workers", _STATIC, "leave it out: a failure ends all workers"),
+    "exclude_after": ("--exclude-after", _ONE_HOST, "leave it out"),
     "join": ("--join", _STATIC, "start all workers with one command"),
     "token_file": ("--token-file", _STATIC, "leave it out"),
     "listen": ("--listen", _ONE_HOST, "leave it out; for several hosts use torchrun with the backend paceline"),

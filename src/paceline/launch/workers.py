@@ -126,6 +126,7 @@ class Worker:
             "current": "current" in events,
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),
+            "wrong": events.get("corrupted", {}).get("attempts", 0.0),
             "leaves": "leaves" in events,
             "round": events.get("round", {}).get("told"),
             "ended": "ended" in events,
@@ -235,14 +236,15 @@ class Workers:
         if begin is not None:
             begin()
 
-    def start(self, lives: Mapping[int, int]) -> None:
-        """Starts all workers as a team, each in the given life. The first one serves the store, on a socket that is
-        bound before, so that no other process can take the port.
+    def start(self, lives: Mapping[int, int], store: tuple[str, int] | None = None) -> None:
+        """Starts workers that form a team, each in the given life. The first worker of the team serves its `store`; if
+        that is None, it is the first one of these, on a socket that is bound before, so that no other process can take
+        the port.
         """
         sockets = [self._listener() for _ in lives]
         for (rank, life), listener in zip(sorted(lives.items()), sockets, strict=True):
             self._follow(rank, life)
-            self._start(rank, life, listener, sockets[0].getsockname(), newcomer=False)
+            self._start(rank, life, listener, store or sockets[0].getsockname(), newcomer=False)
         for listener in sockets:
             listener.close()
 
@@ -271,7 +273,7 @@ class Workers:
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
         local_rank = self.numbers.index(rank) if rank in self.numbers else None  # None for a parameter server
         cores = [] if local_rank is None else self._pins[local_rank] if local_rank < len(self._pins) else []
-        few = len(self.numbers) < max(self._options.min_workers, self._options.begin)
+        few = (self._options.size or len(self.numbers)) < max(self._options.min_workers, self._options.begin)
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         orders, worker_end = socket.socketpair()

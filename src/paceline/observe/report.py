@@ -41,7 +41,7 @@ def write_report(folder: Path, width: int = 80, colour: bool = False, short: boo
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     tables = facts(summary)
-    losses = [row for row in tables["What happened"] if row[0] == "lost"]
+    losses = [row for row in tables["What happened"] if row[0] in ("lost", "recovered")]
     rows, page = brief(summary) if short else [*tables["Results"], *tables["Costs"]], in_one_line(folder / NAME)
     room = width - 2 - max((len(in_one_line(name)) for name, _ in [*rows, *losses, ("report", "")]), default=0)
     for name, text in rows:

@@ -98,6 +98,8 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
+        self.host_events = [event for event in events if event["event"] in ("host", "excluded")]
+        self.recovered = [pair for attempt in attempts for pair in _returns(attempt)]
         self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
         self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
@@ -362,6 +364,12 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
+def _returns(attempt: list[Event]) -> list[tuple[Event, Event]]:
+    """Each event of a team that trains again after it went back, with the start of the attempt."""
+    start = attempt[0]
+    return [(event, start) for event in attempt if event["event"] == "recovered" and start["event"] == "start"]
+
+
 def _up(attempt: list[Event]) -> dict[str, bool]:
     """The workers that an attempt has had, and whether each is in the team now."""
     up: dict[str, bool] = {}
@@ -477,6 +485,19 @@ def _noise(event: Event) -> str:
     return f"about {rows} rows ({looks}): a global batch beyond this size, or workers added for it, helps little"
 
 
+def _losses(s: Summary) -> Rows:
+    """The losses of workers, and the recoveries of teams of which no replica was left."""
+    recovered = [("recovered", _recovered(*pair)) for pair in s.recovered]
+    return [*(("lost", _lost(event)) for event in s.lost), *recovered]
+
+
+def _recovered(event: Event, start: Event) -> str:
+    """How long it took until all workers trained again, and from which state."""
+    source = f" from step {start['resumed_from']} of {start.get('resumed_in')}" if start.get("resumed_from") else ""
+    seconds = duration(event.get("seconds") or 0.0)
+    return f"{ranks(event.get('workers') or [])} train again{source}, {seconds} after the loss"
+
+
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
@@ -507,6 +528,27 @@ def _verified(events: list[Event]) -> str:
     """The number of steps that were computed a second time and compared."""
     again = sum(1 for event in events if event["attempts"] > 1)
     return plural(len(events), "step") + (f", {again} of them computed again" if again else "") if events else ""
+
+
+def _of_hardware(s: Summary) -> Rows:
+    """Verified steps, wrong values, and what happened to hosts."""
+    wrong = [("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted]
+    return [("verified", _verified(s.verified)), *wrong, *of_hosts(s)]
+
+
+def of_hosts(s: Summary) -> Rows:
+    """The failures and troubles of each host, and why hosts were left out."""
+    troubles: dict[str, Counter[str]] = {}
+    for event in s.host_events:
+        if event["event"] == "host":
+            troubles.setdefault(event["host"], Counter())[f"{event['kind']}: {event['text']}"] += 1
+    times = {1: "", 2: " (twice)"}
+    rows = [
+        (f"host {host}", "; ".join(text + times.get(count, f" ({count} times)") for text, count in known.items()))
+        for host, known in troubles.items()
+    ]
+    excluded = [event for event in s.host_events if event["event"] == "excluded"]
+    return [*rows, *(("left out", f"{event['host']}, after {event['text']}") for event in excluded)]
 
 
 def _late(events: list[Event]) -> str:
@@ -660,13 +702,12 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("started", started_at(s)),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
-            *(("lost", _lost(event)) for event in s.lost),
+            *_losses(s),
             *(
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
-            ("verified", _verified(s.verified)),
-            *(("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted),
+            *_of_hardware(s),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             *(("teams", _teams(s.formed)), ("spares", _spares(s.spares))),

@@ -179,6 +179,9 @@ def happened(summary: Summary) -> Rows:
         )
     for event in summary.formed:
         entries.append((event["at"], f"new team of {plural(len(event.get('workers') or []), 'worker')}"))
+    for event in summary.host_events:
+        what = "left out after " if event["event"] == "excluded" else f"{event['kind']}: "
+        entries.append((event["at"], f"host {event['host']}: {what}{event['text']}"))
     for event in summary.spares:
         if event.get("enter"):
             entries.append((event["at"], f"spare {ranks(event['enter'])} enters the team"))

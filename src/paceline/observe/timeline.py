@@ -28,6 +28,7 @@ INSTANTS = (
     "spares",
     "formed",
     "lost",
+    "recovered",
     "hang",
     "failed",
     "stopped",

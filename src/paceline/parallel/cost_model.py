@@ -69,8 +69,8 @@ class IslandFacts:
 class Cost:
     """The cost of a plan for one worker, in bytes: held at most, by category, and sent in a step, by ledger line.
 
-    Activations are not included; `in_flight` is the largest number of micro-batches, counted once for each stage, whose
-    activations are kept.
+    Activations are not included; `copies` are the bytes in the memory of hosts for copies of the state; `in_flight` is
+    the largest number of micro-batches, counted once for each stage, whose activations are kept.
     """
 
     parameters: int
@@ -78,6 +78,7 @@ class Cost:
     optimizer: int
     sent: dict[str, int] = field(default_factory=dict)
     in_flight: int = 1
+    copies: int = 0
 
     def with_islands(self, islands: IslandFacts, model_bytes: int, local_bytes: int) -> Cost:
         """Returns the cost for a worker with islands while a round is merged.

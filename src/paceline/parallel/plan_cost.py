@@ -15,8 +15,9 @@ from paceline.parallel.pipeline.schedule import kept, table
 from paceline.plan import CODED_BYTES, Plan
 
 
-def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
-    """Returns the cost of a plan for each of `workers` workers, if each runs `forwards` forwards in a step.
+def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1, mirror: int = 0) -> Cost:
+    """Returns the cost of a plan for each of `workers` workers, if each runs `forwards` forwards in a step, and its
+    part of the state is copied into the memory of two hosts every `mirror` steps (0: never).
 
     The memory of activations, of exact sums and of their buffers is not included. The bytes sent along `pipeline`,
     `context` and `tensor` are those that a worker with these `facts` has sent in a measured micro-batch, times the
@@ -55,6 +56,12 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         if plan.codec:
             sent_bytes = sum(map(RowShards(1).width, dense_shapes)) * CODED_BYTES[plan.codec] // 256
         estimate = replace(estimate, optimizer=0, sent={"servers": sent_bytes * (1 + (plan.copies or 0))})
+    if mirror:
+        local_bytes = facts.bytes(mesh.shard)
+        state_bytes = local_bytes + facts.master_bytes(local_bytes) + facts.optimizer_bytes(local_bytes)
+        part = (state_bytes // (mesh.context * mesh.data)) + facts.other_bytes // mesh.replica
+        # This host's files and those of the host before it; the last copy stays until the next one is complete.
+        estimate = replace(estimate, copies=4 * part, sent={**estimate.sent, "copies": part // mirror})
     rows = table(plan.stage_order, mesh.pipeline, plan.virtual or 1, forwards)
     return replace(estimate, in_flight=max(map(kept, rows)))
 

@@ -42,6 +42,7 @@ from paceline.checkpoint.files import (
     with_ended,
     write_error,
 )
+from paceline.checkpoint.host_memory import HostMemory
 from paceline.checkpoint.storage import Folder, Storage
 from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, unpack
 from paceline.checkpoint.writer import Background, WriterJob
@@ -115,8 +116,8 @@ class CheckpointManager:
     manifest: the fields of the journal's event, an error as (what, cure), or a line. An error that repeats for the same
     reason is reported once.
 
-    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which
-    exists nowhere else, is also kept there.
+    With a `mirror` (steps, and a storage in the memory of the run's hosts), the state that the loss of one host would
+    take, because no replica is without that host, is also kept there.
     """
 
     def __init__(
@@ -126,10 +127,12 @@ class CheckpointManager:
         storage: Storage | None,
         every: str,
         keep: int,
-        mirror: tuple[int, Storage] | None = None,
+        mirror: tuple[int, HostMemory] | None = None,
     ) -> None:
         self.team, self._reporter, self.storage, self.keep = team, reporter, storage, keep
         self._mirror, self._mirrored = mirror, 0
+        self._met = -1  # the generation whose hosts know each other's memory
+        self._is_alone: tuple[int, bool] = (-1, False)  # in which generation, and whether all replicas share a host
         self._into = storage  # where the last one that was begun goes
         self.from_mirror = False
         self.begun, self.open, self.asked = 0, False, False
@@ -162,13 +165,37 @@ class CheckpointManager:
             return 1
         if self._mirror is None or not self._alone:
             return 0
-        return 2 * (step - max(self.begun, self._mirrored) >= self._mirror[0])
+        return 2 * (step - self._mirrored >= self._mirror[0])
 
     @property
     def _alone(self) -> bool:
-        """Whether a single replica, on this host, holds the state."""
-        group = self.team.group
-        return group.size <= group.mesh.replica and len(set(group.hosts)) == 1
+        """Whether the loss of one host, or of one worker of a lone replica, would leave no replica."""
+        group, number = self.team.group, self.team.transactions.number
+        if self._is_alone[0] != number:
+            hosts = group.hosts
+            replicas = group.mesh.replicas or [range(group.size)]
+            common = set.intersection(*({hosts[rank] for rank in replica} for replica in replicas))
+            self._is_alone = number, bool(common) and (len(set(hosts)) > 1 or group.size <= group.mesh.replica)
+        return self._is_alone[1]
+
+    @property
+    def copies_every(self) -> int:
+        """The steps between two copies of the state in the memory of other hosts; 0 if there are none."""
+        return self._mirror[0] if self._mirror is not None and self._mirror[1].partner and self._alone else 0
+
+    def _meet_hosts(self) -> None:
+        """Tells all workers where the memory of each host is served, once in each generation. Collective."""
+        number = self.team.transactions.number
+        if self._mirror is not None and self._met != number:
+            memory, self._met = self._mirror[1], number
+            served = self.team.group.gather_json(memory.at)
+            memory.meet([None if at is None else (at[0], at[1], at[2]) for at in served])
+
+    @property
+    def memory(self) -> str:
+        """Where copies in memory are, in words."""
+        several = self._mirror is not None and self._mirror[1].partner is not None
+        return f"the copies in {self._mirror[1]}" if several and self._mirror is not None else "its copy in memory"
 
     def _due(self, step: int) -> bool:
         if self._steps is not None:
@@ -247,6 +274,8 @@ class CheckpointManager:
         group.declare("a checkpoint")
         self.team.transactions.reach("saving")
         subject.agree()
+        if self._mirror is not None and self._into is self._mirror[1]:
+            self._meet_hosts()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
         attempt = group.gather_json(new_attempt())[0]  # whoever has it knows that the streams have arrived
@@ -276,7 +305,7 @@ class CheckpointManager:
         error if that fails.
         """
         operations, group, storage = self.team.transactions, self.team.group, self._into
-        if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
+        if not isinstance(storage, Folder):
             return list(operations.members), None
         if self._writers is None or self._writers[0] != operations.number:
             probe, trouble = f".probe-{new_attempt()}", None
@@ -316,7 +345,12 @@ class CheckpointManager:
             if not cut:
                 writers = limit_writers(writers, sum(tensor.nbytes for tensor in common.values()))
             ranks = [self.team.transactions.members.index(writer) for writer in writers]
-            plan = layout(main_only, common, cut, ranks, self._attempt)
+            try:
+                plan = layout(main_only, common, cut, ranks, self._attempt)
+            except CheckpointError as error:  # no writer has some rows
+                if self.team.rank == 0:
+                    self._done(None, [error.what, error.cure])
+                return settled
             shapes = tensor_infos(tensors)
             table = [(name, *shapes[name]) for group in (common, cut) for name in group]
             self._table = hashlib.sha256(repr(table).encode()).hexdigest()
@@ -364,7 +398,12 @@ class CheckpointManager:
         ]
 
     def _end(self, reports: Any) -> Any:
-        draft, work = self._draft, self._work(reports)
+        draft, work, part = self._draft, self._work(reports), self._part
+        if part is not None and part.result and self.copies_every and self._into is not self.storage:
+            counts = self.team.group.ledger.setdefault("copies", [0, 0, 0.0])
+            counts[0] += 1
+            counts[1] += sum(size for size, _ in part.result.values())
+            counts[2] += part.seconds
         if work is not None:
             self.commit = Background(work, "paceline-commit")
         elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
@@ -516,10 +555,10 @@ class CheckpointManager:
         checkpoint: Checkpoint | None = None
         if storage is not None and (group.rank == 0 or not storage.shared):
             checkpoint = find_checkpoint(storage, say)
-        mirrored = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
+        group.declare("the start of the run")
+        mirrored = self._find_mirrored()
         if mirrored is not None and (checkpoint is None or mirrored.step > checkpoint.step):
             checkpoint, self.from_mirror = mirrored, True
-        group.declare("the start of the run")
         steps = group.gather_json(checkpoint.step if checkpoint is not None else None)
         known = [step for step in steps if step is not None]
         if not known:
@@ -544,8 +583,20 @@ class CheckpointManager:
             if group.rank in blind:
                 manifest, tensors = unpack(sent)
         self.begun = step
+        self._mirrored = step - (self._mirror[0] if self._mirror is not None else 0)  # a host that has come has no copy
         self.committed = None if self.from_mirror else step
         return step, manifest, tensors
+
+    def _find_mirrored(self) -> Checkpoint | None:
+        """The newest copy in the memory of the hosts, if none of its parts was lost. Collective."""
+        if self._mirror is None:
+            return None
+        self._meet_hosts()
+        try:
+            return find_checkpoint(self._mirror[1], self._reporter.say)
+        except CheckpointError as error:
+            self._reporter.say(f"the copies in memory are not complete, and an earlier state is used: {error.what}")
+            return None
 
 
 # -- the user's own random streams -----------------------------------------------------------------------------------

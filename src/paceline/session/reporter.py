@@ -97,8 +97,12 @@ class Reporter:
         event_fields = plain(fields) if event == "evaluate" else fields  # what of its results is no number, too
         self._team.world.tell("phase" if event == "grid" else event, **event_fields)
 
-    def report_start(self, plan: str, origin: str, seed: int, device: torch.device, resumed: int | None) -> None:
-        """Writes the journal's `start` event, and tells the user what is unusual about this start."""
+    def report_start(
+        self, plan: str, origin: str, seed: int, device: torch.device, resumed: int | None, location: str
+    ) -> None:
+        """Writes the journal's `start` event, and tells the user what is unusual about this start. `resumed` is the
+        step of the state that it goes on from, which was at `location`.
+        """
         world = self._team.world
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
@@ -123,6 +127,7 @@ class Reporter:
             threads=torch.get_num_threads(),
             device=str(device),
             resumed_from=resumed,
+            **({} if resumed is None else {"resumed_in": location}),
             began=process_began(),
         )
         if self.main and self.folder is not None:

@@ -111,10 +111,10 @@ class Run:
             return
         self.plan = plan
         world = self.team.world
-        location = "its copy in memory" if self.checkpoints.from_mirror else world.checkpoints or self.folder.path
+        location = self.checkpoints.memory if self.checkpoints.from_mirror else world.checkpoints or self.folder.path
         if text := self.resume.describe(location, world.size, plan):
             self.reporter.say(text)
-        self.reporter.report_start(plan, origin, seed, device, self.resume.step)
+        self.reporter.report_start(plan, origin, seed, device, self.resume.step, str(location))
 
     def need_team(self) -> None:
         """Makes a newcomer wait until it is admitted: where its script first needs something of the team."""

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.base.environment import World
 from paceline.base.text import plural
 from paceline.checkpoint.files import FOLDER
+from paceline.checkpoint.host_memory import HostMemory
 from paceline.checkpoint.lock import hold_lock
-from paceline.checkpoint.storage import CHECKPOINTS, NO_MIRROR, RUN_DIR, storage_at
+from paceline.checkpoint.storage import CHECKPOINTS, NO_MIRROR, RUN_DIR, Folder, storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError
 from paceline.session.checkpoint_manager import load_user_streams
 from paceline.session.script_info import changed_since, refuse_other_script
+from paceline.team.auth import handshake_key
 
 
 class RunStorage:
     """The folder of the run, with its lock, and the storages of its checkpoints.
 
     Without a run folder, `path` is None, nothing is written and nothing can be resumed. A `mirror` is an interval in
-    steps and a storage in the memory of the workers' agent.
+    steps and a storage in the memory of the run's hosts.
     """
 
     def __init__(self, world: World, locks: bool) -> None:
         self.path = Path(world.run_dir) if world.run_dir else None
         location = world.checkpoints or (self.path / FOLDER if self.path is not None else None)
-        self.mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
+        self.mirror: tuple[int, HostMemory] | None = None
+        if world.mirror is not None:
+            steps, folder = world.mirror
+            memory = HostMemory(Folder(Path(folder), NO_MIRROR), world.mirror_at, partial(handshake_key, world.run_dir))
+            self.mirror = steps, memory
         setting = CHECKPOINTS if world.checkpoints else RUN_DIR
         self.storage = storage_at(location, setting) if location is not None and not world.serves else None
         self.name = self.path or location  # for messages

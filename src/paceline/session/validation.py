@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Sampler
 
 from paceline.base.environment import World, memory_free
 from paceline.base.memory import machine_memory
@@ -72,7 +73,8 @@ _BOTH = {
     "max_epochs": "pass epochs={} to steps()",
     "num_train_epochs": "pass epochs={} to steps()",
     "num_workers": 'pass loader={{"num_workers": {}}} to steps()',
-    "sampler": "pass order= to steps(), a function of (position, size, seed, epoch) that returns an index",
+    "sampler": "pass it as order= to steps()",
+    "batch_sampler": "pass it as order= to steps()",
     "callbacks": f"put their code into the body of the loop: {_LOOP}",
     "accelerator": "Paceline uses each worker's GPU, or the CPU on machines without one",
     "devices": _START,
@@ -170,7 +172,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     ),
     "loss_over": (lambda given: given == "batch", '"batch" or None', 'loss_over="batch"'),
     "collate": (callable, "a function of a list of samples", "collate=torch.utils.data.default_collate"),
-    "order": (callable, "a function of (position, size, seed, epoch)", "order=paceline.sample_index"),
+    "order": (
+        lambda given: callable(given) or isinstance(given, Sampler),
+        "a function of (position, size, seed, epoch) or a sampler of torch",
+        "order=paceline.sample_index",
+    ),
     "loader": (lambda given: isinstance(given, Mapping), "a dict", 'loader={"num_workers": 2}'),
 }
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.environment import SERVERS
+from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import Coming
+from paceline.team.host_failures import Failure, HostFailures, blames_host, describe
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
 from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
@@ -74,6 +76,10 @@ class Coordinator:
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
+    hosts: HostFailures = field(default_factory=HostFailures)
+    group_sizes: tuple[int, ...] = (1,)  # of the plan's mesh
+    reserved: set[int] = field(default_factory=set)  # workers of the first host, until it has joined
+    mirrors: bool = False  # whether hosts keep copies of each other's state in memory
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -86,6 +92,8 @@ class Coordinator:
         self._raised: set[Any] = set()  # exceptions, and lines at which a worker hung, that the team has survived
         self._causes: Counter[str] = Counter()  # how often each cause has led to a loss
         self._detection = 0.0  # seconds before the loss that led to this generation was known
+        self._back_since: float | None = None  # when the loss happened after which all workers went back
+        self._back_why = ""
         self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
         self._ready_spares: list[int] = []
@@ -108,21 +116,51 @@ class Coordinator:
         self.logs[agent], self.standbys[agent] = logs, standby
         self.spares.bring(agent, count - spares, spares, self.gone | self.leaving)
         self.gone.discard(agent)
+        self.reserved -= {*numbers}
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
         first = max({-1, *self.slots, *members} - servers) + 1
         begins = self.recovering == math.inf and not (self.roster.begun or members.isdisjoint(known))
-        for number in known or range(first, first + count):
+        vacant = (
+            [] if known or self.recovering < math.inf else pick_ranks(self._vacant, count - spares, self.group_sizes)
+        )
+        for number in known or [*vacant, *range(first, first + count - len(vacant))]:
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
+            if number in vacant and slot.agent != agent:
+                self._placement.vacate(number)
             if slot.agent not in (agent, ""):
                 continue
+            self.version += slot.agent != agent or number in vacant
             slot.agent = agent
-            if number in members and not self.roster.begun:
+            if number in self.first and self.roster.is_founding:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
             elif known and not begins and slot.report == WorkerReport():
                 slot.life = UNKNOWN
         return [number for number, slot in self.slots.items() if slot.agent == agent]
+
+    @property
+    def _vacant(self) -> list[int]:
+        """The workers of the first team that a joining host gets: no host has them, or the host of a part of a replica
+        is gone.
+        """
+        have = {number for number, slot in self.slots.items() if slot.agent and slot.agent not in self.gone}
+        if not self.roster.is_founding and self.roster.replica_size == 1:
+            return []
+        return [number for number in self.first if number not in have | self.reserved]
+
+    def _store_of_first(self, agent: str) -> tuple[str, int] | None:
+        """The address of the store at which the first team meets: without a port, a worker of this agent serves it;
+        None while the team cannot start.
+        """
+        if not self.roster.is_founding:
+            return "", 0
+        if self._vacant or self.reserved:
+            return None
+        first = self.slots[self.roster.members[0]]
+        if first.agent == agent:
+            return "", 0
+        return first.report.store if first.alive and first.report.store[1] else None
 
     def report(self, agent: str, workers: Mapping[int, WorkerReport], step: int, now: float) -> None:
         """Takes the state of an agent's workers, and acts on what has changed since its last report."""
@@ -133,12 +171,16 @@ class Coordinator:
         self.gone.discard(agent)
         if agent in self.awaited:
             del self.awaited[agent]
-            servers = [number for number, slot in self.slots.items() if number >= SERVERS and slot.agent == agent]
-            self._say(f"the host of {ranks(servers)} responds again")
+            back = [number for number, slot in self.slots.items() if slot.agent == agent]
+            servers = [number for number in back if number >= SERVERS]
+            self._say(f"the host of {ranks(servers or back)} responds again")
         self.version += self._placement.place_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
         for number, report in workers.items():
             slot = self.slots.get(number)
+            if slot is not None and not slot.agent and number in self._vacant:
+                slot.agent = agent  # it is back before another host has come
+                self.version += 1
             if slot is None or slot.agent != agent:
                 continue
             if slot.life == UNKNOWN:
@@ -168,8 +210,8 @@ class Coordinator:
     def recall_generation(self, number: int, members: Iterable[int]) -> None:
         """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
         if self.recovering < math.inf and number > self.roster.number:
-            before, replica_size = self.roster.members, self.roster.replica_size
-            self.roster = Membership(tuple(members), number, number, before=before, replica_size=replica_size)
+            before, size = self.roster.members, self.roster.replica_size
+            self.roster = Membership(tuple(members), number, number, before=before, replica_size=size)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
@@ -188,7 +230,8 @@ class Coordinator:
         members = [number for number in lost if not self.slots[number].newcomer]
         before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
         if members and not self._survivors(lost):
-            return  # no other worker could go on: the agent may come back
+            self._lose_last_replica(agent, members, why, seconds, ended)
+            return
         if servers and not ended and not held_elsewhere(self.slots, servers):
             self._await(agent, servers, why)
             return
@@ -204,17 +247,33 @@ class Coordinator:
             self._fail(members)
         elif lost and not self.over:
             self._lose(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", detection=seconds)
+            self._blame(agent, lost, why)
         for number in gone:
             if agent in self.leaving:
                 del self.slots[number]
             else:
                 self._restart(number)
 
-    def _await(self, agent: str, servers: list[int], why: str) -> None:
+    def _lose_last_replica(self, agent: str, lost: list[int], why: str, seconds: float, ended: bool) -> None:
+        """Goes back to the newest copy of the state, if other hosts have parts of the replica. Without copies in memory
+        that costs steps, and a silent agent may come back first. If no other host has a part, the run waits for it.
+        """
+        if not self._can_go_back:
+            return
+        if not (ended or self.mirrors or self.roster.is_founding):
+            self._await(agent, lost, why)
+            return
+        self._causes["host"] += 1
+        if self._causes["host"] > self.max_restarts:
+            self._fail(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})")
+        else:
+            self._go_back(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", seconds)
+
+    def _await(self, agent: str, lost: list[int], why: str) -> None:
         self.awaited[agent] = self._now + AWAITED, why
-        what = "a copy of its state" if len(servers) == 1 else "copies of their states"
-        been = f"{ranks(servers)} may be lost ({why})"
-        self._say(f"{been}, and no other server has {what}: the run waits for {AWAITED:.0f} s")
+        what = "a copy of its state" if len(lost) == 1 else "copies of their states"
+        been, others = f"{ranks(lost)} may be lost ({why})", "server" if lost[0] >= SERVERS else "worker"
+        self._say(f"{been}, and no other {others} has {what}: the run waits for {AWAITED:.0f} s")
 
     def bye(self, agent: str) -> None:
         """Handles an agent that ends because all its workers have ended."""
@@ -287,6 +346,7 @@ class Coordinator:
             "version": self.version,
             "generation": generation_of(self.order, self.slots, more),
             "workers": self._placement.wanted(agent),
+            "store": self._store_of_first(agent),
             "failing": [[number, self.slots[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,
@@ -298,6 +358,7 @@ class Coordinator:
             "merge": self.merges.last,
             "servers": serving(self.slots),
             "lines": self.lines,
+            **self.hosts.about(agent),
         }
 
     def status(self) -> dict[str, Any]:
@@ -330,8 +391,17 @@ class Coordinator:
             self.version += 1
             roster.renews |= number in self._restoring_servers
             self._restoring_servers.discard(number)
+        self.version += roster.is_founding and report.store != previous.store
         if report.ready and not previous.ready and not slot.newcomer:
             roster.ready(number)
+            if self._back_since is not None and not roster.is_founding:
+                seconds, self._back_since = now - self._back_since, None
+                what = f"{plural(len(roster.members), 'worker')} train again {seconds:.1f} s after the loss"
+                self.record("recovered", workers=list(roster.members), seconds=seconds)
+                self.record(
+                    "decision", what=f"all workers went back to a copy of the state: {what}", why=self._back_why
+                )
+                self._say(what)
         if report.formed > previous.formed:
             new = number not in roster.established
             roster.formed(number, report.formed)
@@ -342,6 +412,8 @@ class Coordinator:
             roster.leaves(number)
         if report.stands and report.stands != previous.stands:
             self._say(report.stands)
+        for _ in range(int(report.wrong) - int(previous.wrong)):
+            self._blame(slot.agent, [number], f"{ranks([number])} computed wrong values")
         if report.alone > previous.alone:
             self._form_again_due = min(self._form_again_due, now + ALONE)
         if report.ended and not previous.ended:
@@ -353,7 +425,7 @@ class Coordinator:
         if self.slots[number] is not slot:  # all workers have gone back to the last checkpoint
             return
         needed = not held_elsewhere(self.slots, [number]) if number >= SERVERS else not slot.newcomer
-        if report.declined and needed and (number >= SERVERS or not self.roster.begun):
+        if report.declined and needed and (number >= SERVERS or self.roster.is_founding or not self.roster.begun):
             self._fail([number], "cannot be restarted")
         elif report.declined:
             slot.out = True
@@ -448,11 +520,38 @@ class Coordinator:
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
-        self.roster = Membership(members, self.roster.number, replica_size=self.roster.replica_size)
+        size = self.roster.replica_size
+        self.roster = Membership(members, self.roster.number, replica_size=size, founding=True)
         self._form_again_due = math.inf
-        for number in {*members, *others}:
+        for number in {*members, *others} & self.slots.keys():
             self._placement.restart(number, self.slots[number].life + 1, newcomer=number not in members)
         self.version += 1
+
+    @property
+    def _can_go_back(self) -> bool:
+        """Whether all workers may start again as the first team: it, or the last replica, is on several hosts."""
+        agents = {self.slots[number].agent for number in self.roster.members if number in self.slots}
+        parted = self.roster.is_founding or self.roster.replica_size > 1
+        return parted and len(agents) > 1 and self.max_restarts > 0 and not (self.stop or self.failing or self.over)
+
+    def _go_back(self, lost: list[int], why: str, detection: float = 0.0) -> None:
+        """Starts the first team again, from the newest copy of the state: no replica is left. Where a host is gone, the
+        team waits for another one.
+        """
+        left = left_of(lost, self.slots, self.logs)
+        self.record("lost", workers=lost, why=why, step=self.step)
+        self.order, self._leaving_members, self._restoring_servers, self.coming = None, set(), set(), {}
+        self._new_exceptions, self._judge_due = [], math.inf
+        self._delayed_starts.clear()
+        self._start_anew(self.first, [number for number, slot in self.slots.items() if slot.alive])
+        for number, slot in self.slots.items():
+            if slot.agent in self.gone:
+                self._placement.vacate(number)
+        self._back_since = self._now - detection if self._back_since is None else self._back_since
+        self._back_why = f"{ranks(lost)} {why}, and no replica was left"
+        wait = f" once a host takes the place of {ranks(vacant)}" if (vacant := self._vacant) else ""
+        copy = "copies in memory or the last checkpoint" if self.mirrors else "the last checkpoint"
+        self._say(f"{ranks(lost)} {why}, and no replica is left: all workers go back to {copy}{wait}{left}")
 
     def _judge(self) -> None:
         """Goes on without the workers that raised an exception, unless all workers did."""
@@ -565,14 +664,62 @@ class Coordinator:
             self._lose_servers([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
+        if not left and not failure and restarts and self._can_go_back:
+            self._go_back([number], why)
+            return True
         if not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
             return False
         pause = pause_of(slot)
         soon = f"; it is restarted in {pause:.0f} s" if pause else ""
         self._lose([number], why, soon if restarts else "; it is not restarted")
+        if blames_host(report):
+            self._blame(slot.agent, [number], f"{ranks([number])} {why}")
         if restarts:
             self._restart(number)
         return True
+
+    # ---- hosts that fail
+
+    def refuses(self, agent: str, host: str, earlier: Iterable[Failure]) -> str:
+        """Why an agent cannot join because of its host, which has failed too often; an empty text if it can. `earlier`:
+        failures that the host remembers of other runs.
+        """
+        why = self.hosts.join(agent, host, earlier)
+        if not why and self.hosts.is_due(host) and self.recovering == math.inf:
+            self._exclude(host)
+        return self.hosts.excluded.get(host, "")
+
+    def _blame(self, agent: str, workers: list[int], why: str) -> None:
+        """Counts a failure of an agent's host, and leaves the host out if that was one too many."""
+        host = self.hosts.agents.get(agent, "")
+        if not host:
+            return
+        at, _ = self.hosts.add(agent, why)
+        self.record("host", host=host, kind="failure", text=why, since=at, workers=workers, step=self.step)
+        self.version += 1
+        if self.hosts.is_due(host):
+            self._exclude(host)
+
+    def _exclude(self, host: str) -> None:
+        """Leaves a host out of the run, unless the run needs its workers."""
+        agents = self.hosts.agents_of(host)
+        numbers = [number for number, slot in self.slots.items() if slot.agent in agents]
+        alive = [number for number in numbers if self.slots[number].alive]
+        left = self._survivors(numbers) if self.roster.begun else {*self.roster.members} - {*numbers}
+        text = describe(self.hosts.failures[host])
+        if len(left) < max(1, self.min_workers) or any(number >= SERVERS for number in alive):
+            if host not in self.hosts.spared:
+                self.hosts.spared.add(host)
+                self._say(f"{host} has had {text}, and is not left out: the run needs its workers", always=True)
+            return
+        self.hosts.excluded[host] = text
+        self.leaving |= agents  # so that its workers are not restarted
+        self.record("excluded", host=host, workers=numbers, text=text, step=self.step)
+        self._say(f"{host} is left out of the run after {text}", always=True)
+        if alive:
+            how = "leaves with its host" if len(alive) == 1 else "leave with their host"
+            self._lose(alive, how)
+        self.version += 1
 
     def _restart(self, number: int) -> None:
         """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team, or

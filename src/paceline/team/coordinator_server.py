@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -44,9 +44,11 @@ from paceline.base.journal import NAME, Journal, event_of, lines_from_end
 from paceline.base.schema import SAME_VERSION, check, read_file, read_json
 from paceline.base.text import ranks
 from paceline.errors import FormatError, PacelineError
+from paceline.plan import Plan
 from paceline.team.auth import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.coordinator_client import RefusedError, fence
+from paceline.team.host_failures import FORBIDDEN, HostFailures
 from paceline.team.membership import Membership
 from paceline.team.message_types import REPORT, REQUESTS, STAND
 from paceline.team.reading_key import KEY, reading_key
@@ -117,6 +119,7 @@ class Service:
         self._stack_requests = StackRequests(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
+        self._newest_trouble: dict[str, float] = {}  # by agent: Unix seconds of its last one in the journal
 
     # ---- requests
 
@@ -150,6 +153,10 @@ class Service:
                 script = read_file(self._run["run"]["script"]).decode(errors="replace")[:BODY]
             why = f"{agent} has a different {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
+        machine, earlier = request.get("machine") or request["host"], request.get("failures") or ()
+        if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier)):
+            self._publish()
+            raise RefusalError(FORBIDDEN, reasons)
         (host, port), (number, members) = request["standby"], request["generation"]
         self._coordinator.recall_generation(number, members)
         numbers, count, spares = request["numbers"], request["count"], min(request["count"], request.get("spares", 0))
@@ -196,6 +203,14 @@ class Service:
             traffic = {"sent": report["sent"], "here": report.get("here", []), "agent": session.agent}
         loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in loading.items()}
         self._record("loaded", host=session.host, workers=loaded, **traffic)
+
+    def _take_troubles(self, session: Session, troubles: Sequence[tuple[float, str, str]]) -> None:
+        """Journals what an agent has noticed of its host, each trouble once."""
+        host = self._coordinator.hosts.agents.get(session.agent, session.host)
+        for at, kind, text in troubles:
+            if at > self._newest_trouble.get(session.agent, 0.0):
+                self._newest_trouble[session.agent] = at
+                self._record("host", host=host, kind=kind, text=text, since=at)
 
     def _answer_stacks(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /stacks: asks all agents for stacks, or returns the answers so far."""
@@ -258,6 +273,7 @@ class Service:
         coordinator = self._coordinator
         self._set_clock(session, report.get("clock"), [*workers])
         self._take_figures(session, report, now, bool(report.get("bye")))
+        self._take_troubles(session, report.get("troubles") or ())
         return {"version": coordinator.version, "open": coordinator.undecided, "clock": [received, time.time()]}
 
     def _set_clock(self, session: Session, clock: Any, workers: list[int]) -> None:
@@ -512,6 +528,11 @@ def last_merge(folder: Path, since: int) -> dict[str, Any] | None:
     return merge and {name: value for name, value in merge.items() if name not in ("at", "event")}
 
 
+def host_events(folder: Path, since: int) -> list[dict[str, Any]]:
+    """What the previous coordinator has journaled of failures of hosts, the oldest first."""
+    return [event_of(line) for line in lines_from_end(folder / NAME, since) if b'"host"' in line][::-1]
+
+
 def main(listener: int, given: Mapping[str, Any]) -> None:
     """Runs a coordinator on an inherited listening socket. `given` is the agent's description of the run."""
     folder = Path(given["folder"])
@@ -520,10 +541,17 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     roster = last_generation(folder, given["since"], given["generation"])
     least = max(run["min_workers"], 0 if given["again"] else run["begin"])
     coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
+    coordinator.hosts = HostFailures(run.get("exclude_after"))
     coordinator.spares.size = max(run["workers"], run["begin"])
+    plan = Plan.parse(run["given"].get("plan") or "")
+    coordinator.first = tuple(range(run["workers"]))
+    coordinator.mirrors = bool(run["given"].get("mirror"))
+    coordinator.reserved = {*given["numbers"]}
+    coordinator.group_sizes = plan.mesh(1).group_sizes
     coordinator.version = time.time_ns() // 1_000_000  # higher than all versions of a previous coordinator
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])
+        coordinator.hosts.recall(host_events(folder, given["since"]))
         coordinator.recovering = time.monotonic() + RETURN
     token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that started this process
     service = Service(coordinator, token, given, journal.write)

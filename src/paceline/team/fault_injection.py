@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.schema import read_json
-from paceline.errors import UsageError
+from paceline.errors import PeerLostError, UsageError
 
 KINDS = {
     "kill": "SIGKILL",
@@ -28,6 +29,11 @@ KINDS = {
     "slow": "sleeps for a second",
     "wait": "waits until the file RUN/chaos-go exists, so that another process can act meanwhile",
     "memory": "allocates memory until the kernel kills the worker; use it only in a memory cgroup",
+    "slow-memory": "copies memory for two seconds in another process",
+    "slow-disk": "writes to the disk of the run folder for two seconds in another process, and flushes each time",
+    "clock": "sets the worker's clock an hour ahead, and back two seconds later",
+    "loss": "delays one in three operations between workers by 0.2 s for two seconds, as TCP does if packets are lost",
+    "partition": "cuts the worker off from the others, to whom it is still connected",
     "flip-weight": "flips a bit of a weight",
     "flip-activation": "flips a bit of the next output of a layer",
     "flip-gradient": "flips a bit of the gradient of the next output of a layer",
@@ -51,7 +57,20 @@ MOMENTS = (
 FLIP = "flip-"  # prefix of the kinds that flip a bit
 APART = "apart:"  # prefix of faults that fire one after another
 PAUSE = 0.05  # seconds added to a step while a fault waits for earlier ones
-ASLEEP = 2.0  # seconds for which a stopped worker stays stopped
+ASLEEP = 2.0  # seconds for which a stopped worker stays stopped, and other faults last
+LASTING = ("slow-memory", "slow-disk", "clock", "loss")  # kinds that no worker is lost by; they are over by themselves
+HOUR = 3600.0  # seconds by which a clock jumps
+LOST, RESENT = 1 / 3, 0.2  # part of the operations that lose a packet, and seconds before TCP sends it again
+# Programs that slow down the memory or, with a file, the disk of this host.
+COPY = f"import time; a = bytearray(1 << 26); end = time.monotonic() + {ASLEEP}\nwhile time.monotonic() < end: b = a[:]"
+WRITE = f"""
+import os, sys, time
+end, descriptor = time.monotonic() + {ASLEEP}, os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o600)
+os.unlink(sys.argv[1])
+while time.monotonic() < end:
+    os.pwrite(descriptor, bytes(1 << 22), 0)
+    os.fsync(descriptor)
+"""
 LOG, GO = "chaos.jsonl", "chaos-go"
 _FORM = re.compile(r"(?P<kind>[a-z-]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
 
@@ -104,13 +123,14 @@ class FaultInjector:
         self._all = [str(fault) for fault in faults]
         fired = [entry["fault"] for entry in read_log(folder)]
         self._due = [fault for fault in faults if fault.worker == worker and str(fault) not in fired]
-        self._formed = time.time()  # when the present team was
+        self._now = time.time  # which a fault may replace
+        self._formed = self._now()  # when the present team was
         # Flips a bit of the model's memory, of a kind and by a chance; then it calls the function with what it flipped.
         self.flip: Callable[[str, random.Random, Callable[..., None]], None] | None = None
 
     def formed(self) -> None:
         """Records that the team has formed again."""
-        self._formed = time.time()
+        self._formed = self._now()
 
     def reached(self, moment: str, step: int, members: int) -> None:
         """Fires the fault that is due at a moment, after `step` steps, in a team of `members` workers."""
@@ -128,11 +148,13 @@ class FaultInjector:
     def _may_fire(self, fault: Fault, members: int) -> bool:
         fired = read_log(self._folder)
         before = self._all[: self._all.index(str(fault))]
-        over = {entry["fault"] for entry in fired if float(entry["at"]) < self._formed}
+        until = {True: self._now() - ASLEEP, False: self._formed}
+        lasts = {entry["fault"]: entry["fault"].startswith(LASTING) for entry in fired}
+        over = {entry["fault"] for entry in fired if float(entry["at"]) < until[lasts[entry["fault"]]]}
         return members > 1 and over >= {*before}
 
     def _log(self, fault: Fault, step: int, **more: Any) -> None:
-        entry = {"at": time.time(), "fault": str(fault), "reached": step, **asdict(fault), **more}
+        entry = {"at": self._now(), "fault": str(fault), "reached": step, **asdict(fault), **more}
         log = os.open(self._folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(log, json.dumps(entry).encode() + b"\n")
         os.close(log)
@@ -141,6 +163,9 @@ class FaultInjector:
         if fault.kind.startswith(FLIP):
             if self.flip is not None:
                 self.flip(fault.kind, random.Random(str(fault)), partial(self._log, fault, step))
+            return
+        if fault.kind == "loss":
+            self._lose_packets(fault, step)
             return
         self._log(fault, step)
         match fault.kind:
@@ -165,10 +190,45 @@ class FaultInjector:
             case "wait":
                 while not (self._folder / GO).exists():
                     time.sleep(0.01)
+            case "slow-memory":
+                subprocess.Popen([sys.executable, "-c", COPY], start_new_session=True)
+            case "slow-disk":
+                file = self._folder / f"chaos-{os.getpid()}"
+                subprocess.Popen([sys.executable, "-c", WRITE, str(file)], start_new_session=True)
+            case "clock":
+                self._jump()
+            case "partition":
+                from paceline.comm.transport import interrupt  # needs torch
+
+                interrupt(PeerLostError(f"chaos: {fault}", "wait until the team has formed again"))
             case "memory":
                 taken = []
                 while True:
                     taken.append(bytearray(os.urandom(1 << 20) * 16))
+
+    def _jump(self) -> None:
+        """Sets the clock of this process an hour ahead, and back."""
+        usual = self._now
+        vars(time)["time"] = lambda: usual() + HOUR
+        timer = threading.Timer(ASLEEP, lambda: vars(time).update(time=usual))
+        timer.daemon = True
+        timer.start()
+
+    def _lose_packets(self, fault: Fault, step: int) -> None:
+        """Delays some of the next operations between workers. The fault is written to the log with the first one."""
+        from paceline.comm.transport import delay_operations  # needs torch
+
+        chance, end, logged = random.Random(str(fault)), time.monotonic() + ASLEEP, list[str]()
+
+        def delay(operation: str) -> bool:
+            if chance.random() < LOST:
+                if not logged:
+                    self._log(fault, step, operation=operation)
+                logged.append(operation)
+                time.sleep(RESENT)
+            return time.monotonic() < end or not logged
+
+        delay_operations(delay)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

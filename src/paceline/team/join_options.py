@@ -100,6 +100,7 @@ OPTIONS: dict[str, Check] = {
     "heal": switch,
     "verify_steps": parsed(parse_verify_steps),
     "config": _json_object,
+    "mirror": whole_number(1),
 }
 FIELDS: dict[str, Check] = {
     "script": path,
@@ -107,6 +108,7 @@ FIELDS: dict[str, Check] = {
     "max_restarts": whole_number(0),
     "min_workers": whole_number(0),
     "begin": whole_number(0),
+    "exclude_after": optional(whole_number(1)),
     "store": optional(parsed(parse_store)),
     "same": _names,
     "given": _names,

@@ -41,10 +41,12 @@ class Membership:
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
     replica_size: int = 1
+    founding: bool = False  # whether it is the first team, which starts with what a checkpoint holds
     renews: bool = False  # whether the same members are to form another generation between two steps
     replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the members of its replica
 
     def __post_init__(self) -> None:
+        self.founding |= self.number == 0
         self.set_replica_size(self.replica_size)
 
     def set_replica_size(self, size: int) -> None:
@@ -62,6 +64,11 @@ class Membership:
     def begun(self) -> bool:
         """Whether the whole first generation has come to its first step: before that, the team survives no loss."""
         return self.number > 0 or len(self.established) == len(self.members)
+
+    @property
+    def is_founding(self) -> bool:
+        """Whether the members start together, and have not all come to their first step."""
+        return self.founding and not self.established.issuperset(self.members)
 
     def ready(self, worker: int) -> None:
         """Takes note that a worker of the first generation has come to its first transaction."""
@@ -154,7 +161,7 @@ class Membership:
         return self._announce(left, planned=False) if left else None
 
     def _announce(self, members: tuple[int, ...], planned: bool) -> Announcement:
-        self.number, self.renews = self.number + 1, False
+        self.number, self.renews, self.founding = self.number + 1, False, False
         self.at_once = self.at_once if planned else self.number
         if self.entered == set(self.members):
             self.before = self.members

@@ -63,13 +63,15 @@ STATE = form(  # of a worker, see worker_slots.WorkerReport
     | each("cause tail", list[str])
     | each("servers copies", Few)
     | {"store": Address, "replica": PositiveCount, "at": At | None, "failed": tuple[str, Count, str] | None}
+    | {"wrong": Seconds}
     | {"since": Seconds, "status": Code | None, "round": ROUND | None},
 )
 SAME = form(  # a report whose other fields are the same as in the last one
     {"epoch": Count},
     each("same leaving over stop bye", bool)
     | {"clock": tuple[Seconds, Seconds] | None, "loaded": dict[Number, tuple[Seconds, Seconds]] | None}
-    | {"sent": dict[str, Count] | None, "here": list[str]},
+    | {"sent": dict[str, Count] | None, "here": list[str]}
+    | {"troubles": Annotated[list[tuple[Seconds, str, str]], Meta(max_length=100)]},
 )
 REPORT = form({"step": Count, "workers": by_number(STATE)})
 WAITING_PLACE = {"place": str | None, "since": Seconds | None, "group": str | None, "number": Count | None}
@@ -82,7 +84,7 @@ REQUESTS: dict[str, Any] = {
         each("agent host logs", str)
         | {"standby": Address, "numbers": Workers, "count": Few, "same": dict[str, Any]}
         | {"generation": tuple[Count, Workers]},
-        {"spares": Few},
+        {"spares": Few, "machine": str, "failures": Annotated[list[tuple[Seconds, str]], Meta(max_length=1000)]},
     ),
     "fence": form({"address": Address, "epoch": Count}),
     "stop": dict[str, Any],
@@ -103,10 +105,11 @@ ORDERS = form(
     each("epoch version agents stacks", Count)
     | each("over finished stop", bool)
     | each("coming servers", dict[Number, At])
-    | {"workers": by_number(form({"life": Last, "newcomer": bool, "out": bool}))}
+    | {"workers": by_number(form({"life": Last, "newcomer": bool, "out": bool})), "store": Address | None}
     | {"generation": GENERATION | None, "failing": list[tuple[Worker, str, str]], "merge": MERGE | None}
     | {"standbys": list[Address], "moved": Address | None, "lines": list[tuple[Count, str, bool]]}
-    | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})}
+    | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},
+    {"failures": list[tuple[Seconds, str]], "excluded": str},
 )
 STANDS = by_number(form({"state": str, "newest": dict[str, Count], "at": Seconds, **WAITING_PLACE}))
 ANSWERS: dict[str, Any] = {
@@ -140,6 +143,7 @@ EVENTS: dict[str, Any] = {
     "loaders": form({"pids": list[Annotated[int, Meta(ge=1, le=2**31)]]}),
     "needs": form({"plans": list[tuple[str, list[Count]]], "besides": int}),
     "saved": form({"step": Count}),
+    "corrupted": form({"attempts": Seconds}),
 }
 
 # ---- messages of an agent to its worker: a generation, or one of these

@@ -71,6 +71,13 @@ class ServerPlacement:
             self._left.setdefault(before.agent, {})[number] = WorkerSlot(agent, before.life, True, out=True).wanted
         self.slots[number] = WorkerSlot(agent, life, newcomer, failures=failures)
 
+    def vacate(self, number: int) -> None:
+        """Takes a worker from its agent, which ends it if it still runs; another agent may get its number."""
+        slot = self.slots[number]
+        if slot.agent:
+            self._left.setdefault(slot.agent, {})[number] = WorkerSlot(slot.agent, slot.life, True, out=True).wanted
+        slot.agent = ""
+
     def wanted(self, agent: str) -> dict[int, Any]:
         """The workers, by number, that an agent must run or end."""
         return self._left.get(agent, {}) | {n: slot.wanted for n, slot in self.slots.items() if slot.agent == agent}

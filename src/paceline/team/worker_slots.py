@@ -25,6 +25,7 @@ class WorkerReport:
     `replica` is the number of workers that hold the model together. A newcomer is `waiting` to be admitted; `at` is the
     address where it receives the state beforehand (host, port, salt), and `current` means that it has the state, or
     that no worker sends it. `formed` is the last generation that it entered, `alone` the one in which it misses others.
+    It computed `wrong` values in so many attempts at steps that were verified.
     `failed` describes its exception, which is `final` if another worker would raise it as well. The worker has been
     `stopped` (SIGSTOP) for `since` seconds. `hung` is the line at which it hung and was ended, `stands` a text for the
     console about a worker that makes no progress. `status` is its exit code, `why` says how it ended, `cause` what else
@@ -43,6 +44,7 @@ class WorkerReport:
     current: bool = False
     formed: int = -1
     alone: int = -1
+    wrong: float = 0.0
     leaves: bool = False
     ended: bool = False
     failed: tuple[str, int, str] | None = None

@@ -55,7 +55,8 @@ class StepFigures:
         steps, sent = max(self.made - 1, 1), {k: n - self._before.get(k, 0) for k, n in self._sent().items()}
         observed: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
         observed["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
-        prediction = cost(plan, facts_of(self._job), mesh.size, -(-self._micro_batches // mesh.units))
+        forwards, mirror = -(-self._micro_batches // mesh.units), run.checkpoints.copies_every
+        prediction = cost(plan, facts_of(self._job), mesh.size, forwards, mirror)
         return [dataclasses.asdict(prediction), held | observed]
 
     def write(self, reports: Sequence[list[dict[str, Any]]]) -> None:

@@ -393,6 +393,8 @@ class StepCheck:
         self._faults.clear()
         self._votes.clear()
         worker = group.names[group.rank]
+        if worker in attempts:  # its host is to be known for it
+            self.context.run.team.world.tell("corrupted", attempts=verifier.counts[worker])
         if worker in leaving:
             text = next(text for text, (workers, _) in texts.items() if worker in workers)
             what = f"{text} in step {self.step.number + 1}, and that was not the first time"

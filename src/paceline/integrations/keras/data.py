@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from paceline.data.order import sample_index
+from paceline.data.sampler_order import in_order
 from paceline.errors import DatasetError, UsageError
 
 Order = Callable[[int, int, int, int], int]
@@ -48,11 +49,6 @@ class RowDataset:
         """The first rows as one batch, nested: Keras builds its layers, losses and metrics for their shapes."""
         rows = [self.dataset[number] for number in range(min(count, len(self)))]
         return self.unpack([torch.stack(column) for column in zip(*rows, strict=True)])
-
-
-def in_order(position: int, size: int, seed: int, epoch: int) -> int:
-    """The order of the dataset itself."""
-    return position
 
 
 _ORDERS: tuple[Order, Order] = (in_order, sample_index)

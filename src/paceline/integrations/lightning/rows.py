@@ -1,4 +1,4 @@
-"""The rows of a DataLoader: which dataset, how they are collated, and in which order."""
+"""The rows of a DataLoader: which loaders are refused, and rows with their numbers for evaluation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from paceline.base.batching import stream_seed
-from paceline.data.order import sample_index
 from paceline.errors import UsageError, a
-
-_OPTIONS = (
-    "num_workers",
-    "persistent_workers",
-    "prefetch_factor",
-    "multiprocessing_context",
-    "worker_init_fn",
-    "timeout",
-)
 
 
 def check_loader(loader: Any, whose: str) -> None:
@@ -32,80 +21,6 @@ def check_loader(loader: Any, whose: str) -> None:
         raise UsageError(what, "give it a dataset of rows and a batch size")
     if isinstance(loader.sampler, torch.utils.data.DistributedSampler):
         raise UsageError(f"{whose} has a DistributedSampler", "use shuffle=True: Paceline distributes the rows")
-
-
-class LoaderRows:
-    """The rows of a training DataLoader in the order of its sampler.
-
-    Attributes:
-        dataset: The rows.
-        collate: Makes a batch of rows.
-        count: The rows of an epoch; None if the dataset has no length.
-        options: Options of the loader that Paceline's loader gets.
-    """
-
-    def __init__(self, loader: Any, seed: int, batch: int) -> None:
-        self._loader, self._seed = loader, seed
-        self.dataset, self.collate = loader.dataset, loader.collate_fn
-        values = {name: getattr(loader, name) for name in _OPTIONS}
-        self.options = {name: value for name, value in values.items() if value}
-        self._epoch, self._drawn = -1, list[int]()
-        self.count: int | None = None
-        if isinstance(self.dataset, IterableDataset):
-            return
-        self._kind = self._kind_of_order(loader)
-        self._size = len(self.dataset)
-        self.count = len(self._of(0)) if self._kind == "drawn" else self._size
-        if loader.drop_last and self.count >= batch:
-            self.count -= self.count % batch
-        if self.count != self._size:
-            self.dataset = EpochRows(self.dataset, self.count)
-
-    @staticmethod
-    def _kind_of_order(loader: Any) -> str:
-        sampler, usual = loader.sampler, type(loader.batch_sampler) is torch.utils.data.BatchSampler
-        if usual and type(sampler) is SequentialSampler:
-            return "in order"
-        if usual and type(sampler) is RandomSampler and not sampler.replacement:
-            return "shuffled" if sampler.num_samples == len(loader.dataset) else "drawn"
-        return "drawn"
-
-    def _of(self, epoch: int) -> list[int]:
-        """The indices that the sampler draws for an epoch: the same on all workers."""
-        if epoch != self._epoch:
-            for one in (self._loader.batch_sampler, self._loader.sampler):
-                if hasattr(one, "set_epoch"):
-                    one.set_epoch(epoch)
-            number = stream_seed(self._seed, epoch, -1) & 0x7FFFFFFF
-            generator = getattr(self._loader.sampler, "generator", None)
-            if generator is not None:
-                generator.manual_seed(number)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(number)
-                self._drawn = [int(index) for batch in self._loader.batch_sampler for index in batch]
-            self._epoch = epoch
-        return self._drawn
-
-    def order(self, position: int, size: int, seed: int, epoch: int) -> int:
-        """The index of the row at a position of an epoch."""
-        if self._kind == "in order":
-            return position
-        return (
-            sample_index(position, self._size, seed, epoch) if self._kind == "shuffled" else self._of(epoch)[position]
-        )
-
-
-class EpochRows(Dataset[Any]):
-    """A dataset of which each epoch has fewer or more rows than it has, by their own numbers."""
-
-    def __init__(self, dataset: Any, count: int) -> None:
-        self._dataset, self._count = dataset, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
 
 
 class Numbered(Dataset[Any]):

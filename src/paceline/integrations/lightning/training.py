@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.base.batching import Grid
+from paceline.data.sampler_order import parts_of
 from paceline.errors import UsageError
 from paceline.integrations.lightning.arguments import (
     check_callbacks,
@@ -24,7 +25,7 @@ from paceline.integrations.lightning.arguments import (
 from paceline.integrations.lightning.loop import Loop
 from paceline.integrations.lightning.metrics import MetricStates, StepLog
 from paceline.integrations.lightning.optimizers import ConfiguredOptimizers
-from paceline.integrations.lightning.rows import LoaderRows, check_loader, numbered
+from paceline.integrations.lightning.rows import check_loader, numbered
 from paceline.integrations.lightning.steps import Steps
 from paceline.integrations.lightning.validation import Evaluation
 from paceline.integrations.lightning.view import TrainerView
@@ -132,7 +133,7 @@ class ModuleTraining:
         check_loader(loader, "train_dataloader()")
         view.train_dataloader = loader
         self.batch = self._global_batch(global_batch, loader)
-        self.rows = LoaderRows(loader, self._settings["seed"], self.batch)
+        self.rows = parts_of(loader, self.batch)
         self._count_steps()
         given = self._settings["val_dataloaders"]
         self.validation = self._evaluation_rows("val_dataloader", given, words.get("limit_val_batches"))
@@ -251,12 +252,11 @@ class ModuleTraining:
             made.keep_best(*best)
         self._log_hyperparameters()
         loop.begin()
-        order = self.rows.order if self.rows.count is not None else None
         for report in made.steps(
             self.rows.dataset,
             count=view.max_steps,
             collate=self.rows.collate,
-            order=order,
+            order=self.rows.order,
             loader=self.rows.options,
         ):
             loop.follow(report)

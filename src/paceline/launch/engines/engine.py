@@ -73,6 +73,12 @@ class Engine(ABC):
         """
         return code
 
+    def another(self, host: Host) -> Host | None:
+        """Asks for a host to replace one that is left out of the run; None if the engine has no others. The command of
+        the new host may wait until the engine provides it.
+        """
+        return None
+
     def stop(self, host: Host) -> None:  # noqa: B027 (most have nothing to do)
         """Ends processes that may be left on a host after the end of `command`."""
 

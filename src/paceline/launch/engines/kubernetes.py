@@ -39,11 +39,13 @@ from paceline.launch.engines.manifests import (
     Manifest,
     PodJob,
     manifests,
+    placeholder,
     run_name,
 )
 from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import signals
 from paceline.team.coordinator import STOPPED
+from paceline.team.host_failures import LEFT_OUT
 
 LOOK = 1.0  # seconds between two looks
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
@@ -52,7 +54,7 @@ KINDS = "job,service,secret,configmap,networkpolicy"
 OWNERS = {"job": "", "jobset": "jobset,", "trainjob": "trainjob,trainingruntime,"}  # further kinds, by the shape
 FLAGS = (
     *("max_time", "save_every", "keep", "checkpoints", "mirror", "log_to"),
-    *("max_restarts", "min_workers", "hang_timeout"),
+    *("max_restarts", "min_workers", "exclude_after", "hang_timeout"),
 )
 SWITCHES = ("cold_start", "quiet", "verbose")
 Pod = Mapping[str, Any]
@@ -161,6 +163,7 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         restarts=options["max_restarts"],
         again=again,
         options=PodOptions.parse(given, [*PATHS.values()]),
+        excludes=options["exclude_after"] is not None,
     )
 
 
@@ -289,6 +292,7 @@ class Follower:
         self._shown = 0  # bytes of its output that were shown
         self._output: subprocess.Popen[bytes] | None = None
         self._copies: threading.Thread | None = None
+        self._avoided: list[str] = []  # nodes that are left out
 
     def run(self) -> int:
         """Follows the run to its end and returns the exit code. No objects are removed."""
@@ -314,11 +318,26 @@ class Follower:
             if jobs[0]["spec"].get("suspend") and not pods and self._job.options.waits_for:
                 self._tell(f"waiting for the queue {self._job.options.waits_for} to admit the job")
                 continue
+            self._avoid_nodes(jobs[0], pods)
             self._look_for_missing(int(jobs[0]["spec"]["parallelism"]))
             verdict = self._verdict(jobs[0], pods)
             if verdict is not None:
                 return verdict
             self._follow()
+
+    def _avoid_nodes(self, job: Manifest, pods: Sequence[Pod]) -> None:
+        """Keeps further pods of the run away from the nodes of hosts that are left out."""
+        for pod in pods:
+            node = pod.get("spec", {}).get("nodeName")
+            if node is None or node in self._avoided or code(pod) != LEFT_OUT:
+                continue
+            self._avoided.append(node)
+            manifest = placeholder(self._job, node, len(self._avoided), job)
+            done = self._kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest))
+            then = "Kubernetes was asked for another one"
+            if done.returncode:
+                then = f"but Kubernetes may use it again ({' '.join(done.stderr.split())})"
+            say(f"the node {node} is left out; {then}")
 
     def remove(self) -> None:
         """Removes all objects of the run and waits for their end. A second signal kills the pods at once."""

@@ -28,8 +28,11 @@ from paceline.base.console import Coloured, Passing, coloured, in_one_line, last
 from paceline.base.schema import read_message
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
+from paceline.launch.engines.preflight_run import Preflight
 from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
+from paceline.plan import Plan
+from paceline.team.host_failures import LEFT_OUT
 
 BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
 ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
@@ -45,7 +48,7 @@ class HostJob:
     those of `paceline run` (`LaunchOptions`); `files` is an archive that is unpacked on the host; `call` is a pickled
     function that is called instead of a script; `listen` is the address at which the first host listens. `detach`: the
     run goes on without the launcher once all hosts have joined. `wait`: if given, all hosts must answer within this
-    many seconds, otherwise the run does not begin.
+    many seconds, otherwise the run does not begin. `preflight`: hosts are measured and compared before the run begins.
     """
 
     options: Mapping[str, Any]
@@ -58,6 +61,7 @@ class HostJob:
     detach: bool = False
     call: bytes = b""
     wait: float | None = None
+    preflight: bool = False
 
     @property
     def script(self) -> str:
@@ -87,6 +91,8 @@ class _Host:
     end: End | None = None
     due: float = math.inf  # when it is started again
     pause: float = 0.0
+    losses: int = 0  # how often it was lost after it had joined the run
+    replaces: str = ""  # the host that was left out, if it replaces one
 
     @property
     def over(self) -> bool:
@@ -106,8 +112,12 @@ class Launcher:
         self._began = time.monotonic()
         self._listens = ""  # the address of the coordinator
         self._checked = self._left = False
+        self._size = 0  # workers with which the run begins, if the first host has too few for the plan
         self._late = math.inf  # when to stop waiting for the other hosts
         self._beaten = 0.0
+        self._preflight: Preflight | None = None
+        if job.preflight and len(self._hosts) > 1:
+            self._preflight = Preflight([host.spec.name for host in self._hosts], self._measure, self._say)
         self.stop_signal: int | None = None
         self.value = bytearray()
 
@@ -209,15 +219,29 @@ class Launcher:
         if kind == "ready":
             workers = host.spec.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token, "spare": host.spec.spare}
-            job |= {"files": len(self._job.files), "call": len(self._job.call), "tunnel": self._engine.way(host.spec)}
+            job |= {
+                "preflight": self._preflight is not None,
+                "files": len(self._job.files),
+                "call": len(self._job.call),
+                "tunnel": self._engine.way(host.spec),
+            }
             self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
         elif kind == "like":
             host.like = message
+        elif kind == "figures" and self._preflight is not None:
+            self._preflight.take(host.spec.name, message)
+        elif kind == "link" and self._preflight is not None:
+            self._preflight.take_link(host.spec.name, message)
         elif kind == "listens":
             address, port = message["address"]
             self._listens, host.begun = f"{address}:{port}", True
         elif kind == "value":
             self.value += base64.b64decode(message["data"])
+
+    def _measure(self, name: str, target: Any) -> None:
+        """Asks a host to measure its link to another one."""
+        host = next(host for host in self._hosts if host.spec.name == name)
+        self._send(host, json.dumps({"measure": target}).encode() + b"\n")
 
     def _order(self, host: _Host) -> None:
         """Tells a host's agent to begin: the first one listens, the others join it."""
@@ -229,6 +253,8 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
+            "slow": self._preflight.slow.get(host.spec.name, []) if self._preflight is not None else [],
+            "size": self._size if host.first else 0,
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
@@ -240,13 +266,33 @@ class Launcher:
         self._forget(host, process)
         host.end = self._engine.end(host.spec, host.code, host.last)
         self._engine.stop(host.spec)
-        if host.first or not (host.end and host.end.passing) or self.stop_signal is not None:
+        host.losses += host.begun and host.end is not None and host.end.passing
+        if host.first or self.stop_signal is not None:
+            return
+        if host.code == LEFT_OUT or host.losses >= (self._job.options.get("exclude_after") or math.inf):
+            self._replace(host)
+            return
+        if not (host.end and host.end.passing):
+            if host.replaces and not host.ordered:
+                why = host.last or f"exit code {host.code}"
+                self._say(f"{self._engine.name} has not provided a host instead of {host.replaces} ({why})")
             return
         if not host.pause:
             when = "was lost" if host.ordered else "does not answer"
             self._say(f"{host.spec.name} {when} ({host.end.text}); Paceline retries until it answers")
         host.pause = min(LATEST, 2 * host.pause) or AGAIN
         host.due = time.monotonic() + host.pause
+
+    def _replace(self, host: _Host) -> None:
+        """Asks the engine for another host instead of one that is left out."""
+        name, engine = host.spec.name, self._engine.name
+        spec = None if self._hosts[0].over else self._engine.another(host.spec)
+        if spec is None:
+            self._say(f"{name} is left out, and {engine} has no other host for this run")
+            return
+        self._say(f"{name} is left out; {engine} was asked for another host")
+        self._hosts.append(_Host(spec, first=False, replaces=name))
+        self._start(self._hosts[-1])
 
     def _close(self, host: _Host) -> None:
         """Kills the local process of a host. Its agent sees the end of its input, and ends too."""
@@ -278,11 +324,18 @@ class Launcher:
         for host in self._hosts:
             if now >= host.due and not self._hosts[0].over:
                 self._start(host)
-            elif self._listens and host.like and not host.ordered and host.process is not None:
+            elif self._listens and host.like and not host.ordered and host.process is not None and self._is_next(host):
                 self._admit(host)
         ordered = [host for host in self._hosts if host.ordered and host.process is not None]
         if self._job.detach and not self._left and self._listens and all(host.begun for host in ordered):
             self._leave(ordered)
+
+    def _is_next(self, host: _Host) -> bool:
+        """Whether a host may join: where the run begins on several hosts together, one after the other, so that
+        neighbours in the list of hosts get neighbouring workers.
+        """
+        earlier = self._hosts[: self._hosts.index(host)] if self._size else []
+        return not any(other.ordered and not other.begun and other.process is not None for other in earlier)
 
     def _leave(self, hosts: list[_Host]) -> None:
         """Leaves the run, which continues on these hosts without the launcher."""
@@ -313,14 +366,34 @@ class Launcher:
             why = (first.end and first.end.text) or self._engine.missing(first.spec) or "no output"
             what = f"the first host {first.spec.name} does not answer ({why}), but it must run the coordinator"
             raise LaunchError(what, "put another host first, or repair this one")
+        answering = [host.spec.name for host in self._hosts if host.like is not None and host.process is not None]
+        if self._preflight is not None and not self._preflight.is_over(answering, now):
+            return
         for host in waiting:
             why = (host.end and host.end.text) or self._engine.missing(host.spec) or "no output"
             if needs_all_hosts:
                 what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), but the run needs all hosts"
                 raise LaunchError(what, "fix the cause, or use fewer hosts")
             self._say(f"{host.spec.name} does not answer yet ({why}); the run begins without it")
+        self._set_size(not waiting)
         self._checked = True
         self._order(first)
+
+    def _set_size(self, are_all: bool) -> None:
+        """Sets the number of workers with which the run begins, if its plan needs more than the first host has.
+        PlanError: `are_all` hosts known, and they have too few.
+        """
+        text, counts = self._job.options.get("plan"), [host.like["workers"] for host in self._hosts if host.like]
+        if text is None or len(self._hosts) == 1:
+            return
+        plan, total = Plan.parse(text), sum(counts)
+        size = plan.first_team(counts[0])
+        if size == counts[0] or plan.auto:
+            return
+        if are_all and size > total:
+            plan.validate(total)
+        self._size = size
+        self._say(f"the plan {plan} needs {size} workers: the run begins on several hosts together")
 
     def _admit(self, host: _Host) -> None:
         """Lets a host join, unless it differs from the first one."""
@@ -381,6 +454,6 @@ class Launcher:
             return STOPPED
         if not first.ordered:
             return 130 if self.stop_signal == signal.SIGINT else STOPPED
-        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, 130)]
+        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, LEFT_OUT, 130)]
         code = others[0] if first.code == 1 and others and others[0] else first.code
         return code if code is not None and code >= 0 else 1

@@ -19,6 +19,7 @@ from paceline.base.schema import read_file
 from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import PORT
 from paceline.team.coordinator import STOPPED
+from paceline.team.host_failures import LEFT_OUT
 
 LABEL = "paceline/run"  # label of all objects of a run; its value is the name of the run
 INDEX = "batch.kubernetes.io/job-completion-index"  # annotation with the number of a pod
@@ -29,8 +30,10 @@ PATHS = {"run": RUNS, "token": TOKEN, "memory": "/dev/shm", "script": SCRIPTS}  
 USER = 1000
 GRACE = 120  # seconds for a checkpoint, the same as before a time limit of Slurm
 KEPT = 86_400  # seconds that an ended Job is kept if no launcher follows it
-# Exit codes after which Kubernetes restarts a pod: stopped with a checkpoint, killed by SIGKILL or SIGTERM.
-PASSING = (STOPPED, 137, 143)
+# Exit codes after which Kubernetes restarts a pod: stopped with a checkpoint, killed by SIGKILL or SIGTERM, and on a
+# node that is left out.
+PASSING = (STOPPED, 137, 143, LEFT_OUT)
+AVOIDED = "paceline/left-out"  # label of the pods that keep the run's further pods away from a node
 PLACEHOLDER = "..."  # printed instead of a value of the Secret
 Manifest = dict[str, Any]
 
@@ -41,7 +44,8 @@ class PodJob:
     the folder `cwd`, after the shell lines of `setup`. `script` is a local file that is sent along; `values` are
     environment variables for the workers; `again` is the command that continues the run. The run folder is on the
     volume of `claim`, if that is given. `resources` are those of a container. `shape`: a plain Job, or the Job of a
-    JobSet or of a TrainJob. `options` are what the user adds to the Job and its pods.
+    JobSet or of a TrainJob. `options` are what the user adds to the Job and its pods. `excludes`: nodes that fail are
+    left out.
     """
 
     name: str
@@ -60,6 +64,7 @@ class PodJob:
     again: str = ""
     shape: str = "job"
     options: PodOptions = field(default_factory=PodOptions)
+    excludes: bool = False
 
     @property
     def job(self) -> str:
@@ -149,8 +154,14 @@ def _job(job: PodJob) -> Manifest:
     """
     rules: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]}},
-        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [*PASSING]}},
+        {
+            "action": "Ignore",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED, LEFT_OUT]},
+        },
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": sorted(PASSING)},
+        },
     ]
     spec = {
         "completionMode": "Indexed",
@@ -210,7 +221,10 @@ def _pod(job: PodJob) -> Manifest:
         volumes.append({"name": "script", "configMap": {"name": job.name, "items": items}})
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     user = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+    avoided = {"labelSelector": {"matchLabels": {AVOIDED: job.name}}, "topologyKey": "kubernetes.io/hostname"}
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [avoided]}}
     return {
+        **({"affinity": affinity} if job.excludes else {}),
         "restartPolicy": "Never",
         "subdomain": job.name,
         "automountServiceAccountToken": False,
@@ -226,6 +240,37 @@ def _pod(job: PodJob) -> Manifest:
         "volumes": [*volumes, *map(dict, job.options.volumes)],
         **job.options.spec,
     }
+
+
+def placeholder(job: PodJob, node: str, number: int, owner: Manifest) -> Manifest:
+    """A pod that does nothing on a node that is left out. A Job's pods cannot be changed once it has begun, but all of
+    the run avoid nodes with such a pod. Kubernetes deletes it with its `owner`, the Job.
+    """
+    made = _thing(job, "Pod")
+    about = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
+    made["metadata"] |= {
+        "name": f"{job.name}-left-out-{number}",
+        "labels": {AVOIDED: job.name, "app.kubernetes.io/managed-by": "paceline"},
+        "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", **about}],
+    }
+    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    container = {
+        "name": "left-out",
+        "image": job.image,
+        "command": ["sleep", "infinity"],
+        "securityContext": restricted,
+    }
+    profile = {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}}
+    made["spec"] = {
+        "nodeName": node,
+        "containers": [container],
+        "tolerations": [{"operator": "Exists"}],
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 0,
+        "securityContext": profile,
+        **{name: value for name, value in job.options.spec.items() if name == "imagePullSecrets"},
+    }
+    return made
 
 
 def _container(job: PodJob) -> Manifest:
@@ -244,6 +289,7 @@ def _container(job: PodJob) -> Manifest:
         "env": [
             {"name": "PACELINE_FIRST", "value": first},
             {"name": "PACELINE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "PACELINE_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             {"name": "PACELINE_AGAIN", "value": literal(job.again)},
             *(
                 {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": _key(name)}}}

@@ -15,6 +15,7 @@ from paceline.team.message_types import Port, PositiveCount, Seconds, each, form
 Size = Annotated[int, Meta(ge=0, le=2**53)]
 At = tuple[str, Port, str]  # address, port and secret at which a host listens for measurements of its links
 Secret = Annotated[str, Meta(pattern=r"^[!-~]+\Z")]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
 _BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
 _HINTS = get_type_hints(LaunchOptions)
 _LOCAL = "kept", "token", "on_listening", "workers", "chosen"  # options that no host gets from another one
@@ -25,17 +26,27 @@ OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in _LOCAL}
 JOB: Any = (
     form(
         {"options": form({}, OPTIONS), "workers": PositiveCount | None, "token": Secret, "files": Size, "call": Size}
-        | {"tunnel": form(each("own goes comes", str)) | None, "spare": bool}
+        | {"tunnel": form(each("own goes comes", str)) | None, "preflight": bool, "spare": bool}
     )
     | None
 )
-ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool}) | None
+ORDER: Any = (
+    form(
+        {"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool, "size": Size},
+        {"slow": list[str]},
+    )
+    | None
+)
+SENT: Any = dict[str, Any] | None  # an order, or what follows
+ASKED: Any = form({"measure": At})  # the link to another host
 
 # ---- from a host, by kind of message
 
 AGENT_MESSAGES: dict[str, Any] = {
     "ready": form({}),
     "like": form(each("script python torch paceline", str), {"workers": PositiveCount}),
+    "figures": form({"at": At, "clock": Seconds, "free": Amount}, each("memory products flush", Amount)),
+    "link": form({}, {"rate": Amount, "latency": Seconds, "refused": str}),
     "listens": form({"address": tuple[str, Port]}),
     "value": form({"data": Annotated[str, Meta(pattern=_BASE64)]}),
 }
@@ -51,7 +62,7 @@ DRIVEN: dict[str, Any] = {
 # ---- of `paceline doctor --hosts`
 
 MEASURE: Any = At | None
-RATE = Annotated[float, Meta(ge=0, le=1e15)]
+RATE = Amount
 FACTS = form({"versions": dict[str, str], "found": list[tuple[str, str, str]], "at": At})
 ANSWER = form({}, {"clock": Seconds, "rate": RATE, "latency": Seconds, "refused": str})
 

@@ -28,6 +28,13 @@ class Ray(DriverEngine):
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         super().__init__([Host(name, count) for name, count in asked["hosts"]], *driver("ray_driver", asked))
+        self._placed_hosts = len(self.hosts)
+
+    def another(self, host: Host) -> Host:
+        """Asks Ray for a bundle on another node. The driver waits for it when the command of the new host runs."""
+        new = Host(f"further-{len(self.hosts) - self._placed_hosts + 1}", host.workers)
+        self.hosts.append(new)
+        return new
 
 
 def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
@@ -83,6 +90,11 @@ def bundles(asked: Mapping[str, Any], nodes: Sequence[Resources]) -> list[Resour
         return host_bundles
     fit = sum(all(node.get(name, 0.0) >= amount for name, amount in host_bundles[0].items()) for node in nodes)
     return host_bundles * (asked["nodes"] or max(1, fit))
+
+
+def further(asked: Mapping[str, Any], nodes: Sequence[Resources]) -> Resources:
+    """The bundle of a node that replaces another one: the first one's, on any node."""
+    return {name: most for name, most in bundles(asked, nodes)[0].items() if not name.startswith("node:")}
 
 
 def pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Resources]]) -> str:

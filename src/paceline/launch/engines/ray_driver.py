@@ -20,8 +20,8 @@ from typing import Any
 
 from paceline.base.polling import can_read, wait_for
 from paceline.errors import first_line
-from paceline.launch.engines.driver_engine import CHUNK, LOST, finish, keep, reach
-from paceline.launch.engines.ray import Resources, bundles, pending
+from paceline.launch.engines.driver_engine import CHUNK, LOST, Bridge, finish, keep, reach
+from paceline.launch.engines.ray import Resources, bundles, further, pending
 
 LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
 
@@ -110,6 +110,48 @@ class ActorBridge:
         self._asker.close()
 
 
+class FurtherNode:
+    """Connects a node that replaces another one, as soon as Ray provides one. `avoided` are the nodes that the run has
+    or had: while Ray offers one of these, it is held, so that Ray offers the next one.
+    """
+
+    def __init__(self, wanted: Resources, avoided: set[str], asker: socket.socket, streams: list[int]) -> None:
+        self._wanted, self._avoided, self._asker, self._streams = wanted, avoided, asker, streams
+        self._over = threading.Event()
+        self._bridge: ActorBridge | None = None
+        threading.Thread(target=self._find, daemon=True).start()
+
+    def _find(self) -> None:
+        import ray
+        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+        groups: list[Any] = []
+        node = ""
+        try:
+            while not node or node in self._avoided:
+                groups.append(placement_group([self._wanted]))
+                while not groups[-1].wait(LOOK):
+                    if self._over.is_set():
+                        return
+                node = placement_group_table(groups[-1])["bundles_to_node_id"][0]
+            self._avoided.add(node)
+            for group in groups[:-1]:
+                remove_placement_group(group)
+            if not self._over.is_set():
+                actor = _actor(groups[-1], self._wanted, 0)
+                self._bridge = ActorBridge(actor, self._asker, self._streams)
+        except ray.exceptions.RayError as error:
+            finish(self._asker, self._streams, LOST, _why(error))
+
+    def close(self) -> None:
+        """Ends the actor, or the search for a node."""
+        self._over.set()
+        if self._bridge is None:
+            self._asker.close()
+        else:
+            self._bridge.close()
+
+
 def _why(error: Exception) -> str:
     import ray
 
@@ -158,7 +200,15 @@ def main(asked: Mapping[str, Any]) -> int:
     address_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     placed = [address_of_node[node_of_bundle[number]] for number in range(len(wanted))]
-    keep(0, _tell, placed, lambda number, *given: ActorBridge(_actor(group, wanted[number], number), *given))
+    avoided = {node_of_bundle[number] for number in range(len(wanted))}
+    replacement = further(asked, [total for _, total in _nodes().values()])
+
+    def begin(number: int, *given: Any) -> Bridge:
+        if number >= len(wanted):
+            return FurtherNode(replacement, avoided, *given)
+        return ActorBridge(_actor(group, wanted[number], number), *given)
+
+    keep(0, _tell, placed, begin)
     ray.shutdown()
     return 0
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,10 +29,13 @@ from paceline.base.environment import FUNCTION, address_towards, gpus, reached_a
 from paceline.base.polling import can_read, wait_for
 from paceline.base.schema import SAME_VERSION, read_json
 from paceline.errors import FormatError, UsageError
+from paceline.launch.engines.links import measure_link, offer_links
+from paceline.launch.host_history import HostEntry, HostHistory
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
+from paceline.launch.preflight import figures
 
 MARK = b"\x1epaceline "
 SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
@@ -67,7 +71,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     workers, spares = (0, count) if job["spare"] else (count, 0)
     options = LaunchOptions(**job["options"], workers=workers, spares=spares, token=job["token"].encode())
     _say("like", **_like(options), workers=count)
-    order = read_order(launcher_input.readline() or b"null")
+    order = _measured(launcher_input, options) if job["preflight"] else read_order(launcher_input.readline() or b"null")
     if order is None:  # the launcher has ended, or the hosts differ
         return STOPPED
     apart = _apart() if order["detach"] else None
@@ -75,6 +79,9 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
+    for text in order.get("slow", ()):
+        HostHistory().add(HostEntry(time.time(), "slow", text, options.run_dir or ""))
+    where["size"] = order["size"]
     options = replace(options, **where, on_listening=lambda address: _say("listens", address=address))
     broken = threading.Event()
     with _relayed(1, broken) as out, _relayed(2, broken) as error:
@@ -96,6 +103,18 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
         return code
 
 
+def _measured(launcher_input: io.RawIOBase, options: LaunchOptions) -> Any:
+    """Measures this host, and its links as the launcher asks for them. Returns the order to begin."""
+    endpoint, listener = offer_links()
+    with listener:
+        _say("figures", at=endpoint, clock=time.time(), **figures(Path(options.run_dir or ".")))
+        while (order := read_order(launcher_input.readline() or b"null")) is not None and "measure" in order:
+            _say("link", **measure_link(*order["measure"]))
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+    return order
+
+
 def read_job(line: bytes) -> Any:
     """Reads the launcher's job for this host; None without a job. FormatError: it is damaged, or of another version."""
     from paceline.launch.engines.message_types import JOB, OPTIONS  # needs msgspec
@@ -107,10 +126,14 @@ def read_job(line: bytes) -> Any:
 
 
 def read_order(line: bytes) -> Any:
-    """Reads the launcher's order to begin; None: the host does not begin. FormatError: it is damaged."""
-    from paceline.launch.engines.message_types import ORDER  # needs msgspec
+    """Reads the launcher's order to begin, or to measure a link; None: the host does not begin. FormatError: it is
+    damaged.
+    """
+    from paceline.launch.engines.message_types import ASKED, ORDER, SENT  # needs msgspec
 
-    return read_json(line, ORDER, "the order of the launcher", SAME_VERSION)
+    what = "the order of the launcher"
+    kind = read_json(line, SENT, what, SAME_VERSION) or {}
+    return read_json(line, ASKED if "measure" in kind else ORDER, what, SAME_VERSION)
 
 
 def _called(launcher_input: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import Passing, in_one_line, say, shown
-from paceline.base.environment import slurm_job, worker_environment
+from paceline.base.environment import outside_of_slurm, slurm_job, worker_environment
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import End, Engine, Host, split_options
 from paceline.launch.engines.launcher import HostJob
@@ -35,27 +35,42 @@ def _ask(*command: str) -> str:
 
 
 class Slurm(Engine):
-    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script."""
+    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script.
+    `asked`: the options with which Slurm was asked for the nodes. Nodes that replace others come from further jobs.
+    """
 
     name = "slurm"
 
-    def __init__(self, hosts: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool, asked: Sequence[str]
+    ) -> None:
         super().__init__(hosts, given)
-        self._job, self._batch = job, batch
+        self._job, self._batch, self._asked = job, batch, list(asked)
+        self._avoided = [host.name for host in hosts]  # nodes that are of the run, or were
+        self._further: dict[str, str] = {}  # names of the jobs of further nodes, by host
         if restarts:
             say(f"job {job} continues: restart {restarts}")
 
     def command(self, host: Host) -> list[str]:
         """Runs one task with srun on the host, at the same time as the other steps of the job."""
-        one_task = [
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={host.name}",
-            "--overlap",
-            "--cpu-bind=none",
-            "--unbuffered",
-        ]
-        return ["srun", *one_task, "--job-name=paceline", *self.given, "sh"]
+        one_task = ["--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
+        if (name := self._further.get(host.name)) is None:
+            return ["srun", *one_task, f"--nodelist={host.name}", "--overlap", "--job-name=paceline", *self.given, "sh"]
+        avoided, unset = f"--exclude={','.join(self._avoided)}", map("--unset={}".format, outside_of_slurm())
+        return ["env", *unset, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
+
+    def another(self, host: Host) -> Host | None:
+        """Asks Slurm for a job of one node, which is none of those that the run has or had."""
+        if (name := self._further.get(host.name)) is not None:
+            self._avoided += _ask("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%N").split()
+        new = Host(f"further-{len(self._further) + 1}", host.workers)
+        self._further[new.name] = f"paceline-{self._job}-{new.name}"
+        return new
+
+    def stop(self, host: Host) -> None:
+        """Ends the job of a further node, which Slurm keeps if srun was killed."""
+        if (name := self._further.get(host.name)) is not None:
+            _ask("scancel", f"--name={name}")
 
     def missing(self, host: Host) -> str:
         """The node's state and its reason, as sinfo prints them."""
@@ -92,8 +107,8 @@ def allocation(given: Sequence[str]) -> Slurm | None:
     nodes = _ask("scontrol", "show", "hostnames", job.nodes).split()
     if not nodes:
         raise LaunchError(f"the nodes of job {job.number} are not known", "check `scontrol show hostnames`")
-    given = [] if job.batch else given  # sbatch has used them already
-    return Slurm([Host(node) for node in nodes], given, job.number, job.restarts, job.batch)
+    used = [] if job.batch else given  # sbatch has used them already
+    return Slurm([Host(node) for node in nodes], used, job.number, job.restarts, job.batch, given)
 
 
 def directive(word: str) -> str:

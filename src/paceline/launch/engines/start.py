@@ -66,6 +66,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         given["listen"],
         archive() if given["sync"] else b"",
         bool(given["detach"]),
+        preflight=not (given["no_preflight"] or given["tunnel"]),
     )
     engine: Engine | None
     if where == "ray":

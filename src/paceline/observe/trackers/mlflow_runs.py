@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.trackers.tracker import FACTS, LoggedRun, Tracker, has_succeeded, split_texts
+from paceline.observe.trackers.tracker import FACTS, LoggedRun, Tracker, split_texts
 
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow refuses in names
 _MOST = 1000  # metrics of a request
@@ -27,7 +27,7 @@ class MLflow(Tracker):
 
         self._client = client = MlflowClient(tracking_uri=self.target)
         self._metrics: list[Any] = []
-        self._has_succeeded, self._id = False, run.id or ""
+        self._id = run.id or ""
         if run.id is not None:
             try:
                 client.update_run(run.id, status="RUNNING")
@@ -86,14 +86,9 @@ class MLflow(Tracker):
         if self.upload and Path(path).is_dir():
             self._client.log_artifacts(self._id, path, f"checkpoints/{best}/step-{step}")
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Notes how the run has ended."""
-        outcome = has_succeeded(event)
-        self._has_succeeded = self._has_succeeded if outcome is None else outcome
-
     def close(self) -> None:
         """Ends the run."""
-        self._client.set_terminated(self._id, "FINISHED" if self._has_succeeded else "FAILED")
+        self._client.set_terminated(self._id, "FINISHED" if self.has_succeeded else "FAILED")
 
     def _tag(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.observe.metrics import unit_of
-from paceline.observe.trackers.tracker import FACTS, LoggedRun, Tracker, has_succeeded, prefix_of, split_texts
+from paceline.observe.trackers.tracker import FACTS, LoggedRun, Tracker, prefix_of, split_texts
 
 _REFUSED = re.compile(r"[^\w.\-]", re.ASCII)  # characters that names of instruments may not have
 _EVENTS = 1000  # events of a span
@@ -46,7 +46,6 @@ class OTLP(Tracker):
             self._trace = run.id or secrets.token_hex(16)
             self._attempt, self._began, self._facts = self._span_context(), 0.0, dict[str, Any]()
             self._events: list[Any] = []
-            self._has_succeeded: bool | None = None
         self._points: dict[str, list[Any]] = {}
         self._spans: list[Any] = []
         return self._trace
@@ -82,8 +81,7 @@ class OTLP(Tracker):
             self._end_attempt()
             self._attempt, self._began = self._span_context(), event.get("began") or event["at"]
         self._began = self._began or event["at"]  # another process has begun the attempt
-        outcome = has_succeeded(event)
-        self._has_succeeded = self._has_succeeded if outcome is None else outcome
+        super().event(event)
         about = _attributes({key: value for key, value in event.items() if key not in ("at", "event")})
         if kind in _SPANS:
             seconds = event.get(_SPANS[kind]) or 0.0
@@ -126,7 +124,7 @@ class OTLP(Tracker):
 
         if not self._began:
             return
-        status = Status(StatusCode.UNSET if self._has_succeeded else StatusCode.ERROR)
+        status = Status(StatusCode.UNSET if self.has_succeeded else StatusCode.ERROR)
         self._add_span("attempt", self._attempt, self._began, self.at, self._facts, status=status, events=self._events)
         self._began, self._events, self._facts = 0.0, [], {}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FACTS = "paceline."  # how names of the config begin that Paceline itself sets
+_ENDS_WELL = {"start": False, "failed": False, "finished": True, "stopped": True}  # by event of the journal
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Tracker:
     background = appends = takes_facts = True
     upload = False
     at = 0.0
+    has_succeeded = False
 
     def __init__(self, target: str | None) -> None:
         self.target = target
@@ -47,6 +49,10 @@ class Tracker:
         """Takes the values of a step."""
         raise NotImplementedError
 
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Notes from an event of the journal whether the run has ended well."""
+        self.has_succeeded = _ENDS_WELL.get(event["event"], self.has_succeeded)
+
 
 def split_texts(values: Mapping[str, float | str]) -> tuple[dict[str, float], dict[str, str]]:
     """Divides values into numbers and texts."""
@@ -58,8 +64,3 @@ def prefix_of(name: str) -> str:
     """``trainer 1/`` of a name that a further trainer has logged, else an empty text."""
     trainer, slash, _ = name.partition("/")
     return trainer + slash if slash and trainer.startswith("trainer ") and trainer[8:].isdecimal() else ""
-
-
-def has_succeeded(event: Mapping[str, Any]) -> bool | None:
-    """Whether the run has ended well, from an event of the journal; None if the event does not say so."""
-    return {"start": False, "failed": False, "finished": True, "stopped": True}.get(event["event"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.observe.trackers.tracker import LoggedRun, Tracker, has_succeeded, prefix_of
+from paceline.observe.trackers.tracker import LoggedRun, Tracker, prefix_of
 
 
 class WandB(Tracker):
@@ -33,7 +33,7 @@ class WandB(Tracker):
         options: dict[str, Any] = {"entity": entity or None, "project": project or None, "id": run.id, "name": name}
         settings = wandb.Settings(console="off")  # Paceline keeps the output of the workers
         self._run = wandb.init(dir=run.folder, resume="allow", reinit="create_new", settings=settings, **options)
-        self._row, self._names, self._axes, self._has_succeeded = 0, set[str](), set[str](), False
+        self._row, self._names, self._axes = 0, set[str](), set[str]()
         return str(self._run.id)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -74,13 +74,8 @@ class WandB(Tracker):
             artifact.add_dir(path)
             self._run.log_artifact(artifact)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Notes how the run has ended."""
-        outcome = has_succeeded(event)
-        self._has_succeeded = self._has_succeeded if outcome is None else outcome
-
     def close(self) -> None:
         """Finishes the run."""
         if self._run is not None:
-            self._run.finish(exit_code=0 if self._has_succeeded else 1)
+            self._run.finish(exit_code=0 if self.has_succeeded else 1)
             self._run = None

@@ -29,9 +29,10 @@ from paceline.parallel.pipeline.stage import Pipeline
 KEPT, FIRST = 8, 16
 _FULL, _BY_BLOCK = "whole", "by block"  # how one worker computes a micro-batch of the full model
 _RESULTS = (
-    "return everything that the loss or later layers need from the blocks: values that a block or a hook inside it "
-    "stores in a list or an attribute stay on that block's worker; and do not sum over the model's parameters in the "
-    "forward or loss (use weight_decay= of the optimizer for a penalty); or leave pipeline= out"
+    "return everything that the loss or later layers need from the blocks: values that a block stores in a list or an "
+    "attribute stay on that block's worker, and so do those that the loss takes from a hook; and do not sum over "
+    "the model's parameters in the forward or loss (use weight_decay= of the optimizer for a penalty); or leave "
+    "pipeline= out"
 )
 
 
@@ -102,6 +103,7 @@ class PipelineRunner(Runner):
             raise UsageError(what, "leave pipeline= out")
         self._survey(chunks)
         pipeline, losses, sent_before = self.pipeline, list[Loss](), self.pipeline.messages.sent
+        moved_before = self._moved_by_tensor()
         in_flight: dict[tuple[int, int], _InFlight] = {}
         seconds = dict.fromkeys(pipeline.local_stages, 0.0)
         actions = pipeline.actions(len(chunks))
@@ -134,7 +136,12 @@ class PipelineRunner(Runner):
         self._check_balance(seconds, sums, options.step + 1)
         if chunks:
             self.job.inside["pipeline"] = (pipeline.messages.sent - sent_before) // len(chunks)
+            if "tensor" in self.job.inside:  # of all stages of this worker, and of the values gathered between them
+                self.job.inside["tensor"] = (self._moved_by_tensor() - moved_before) // len(chunks)
         return losses
+
+    def _moved_by_tensor(self) -> int:
+        return sum(one.bytes_sent for one in self.pipeline.job.redistributors if one is not None)
 
     def _begin_backward(self, action: Action, flight: _InFlight, options: StepOptions, last: bool) -> None:
         """Runs a backward, or the part of a split one for the gradients of the inputs, and sends these."""

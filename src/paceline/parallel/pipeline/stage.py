@@ -29,6 +29,7 @@ from paceline.compute.rng import RngState
 from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
+from paceline.parallel.pipeline.block_hooks import BlockHooks
 from paceline.parallel.pipeline.partition import StagePartition
 from paceline.parallel.pipeline.schedule import FORWARD, Action, messages, stages_of, table
 from paceline.parallel.pipeline.stage_forward import (
@@ -183,6 +184,7 @@ class Pipeline:
         job.redistributors.append(None)
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
+        self._hooks = BlockHooks(model, [modules[name] for name in self.stages.blocks])
         for number, name in enumerate(self.stages.blocks):
             forward = partial(self._call_block, number, name, modules[name].forward)
             modules[name].forward = partial(call_without_script_view, forward)
@@ -243,13 +245,14 @@ class Pipeline:
             self.stages.blocks_of(stage),
             partial(self._streams.apply_changes, self._inputs.drawn),
         )
-        options = self._inputs, self._stand_ins, self._wanted, on_first_block, self.job.device, self._surveys
-        self._forward_mode = mode = StageForwardMode(local_blocks, *options)
+        options = self._inputs, self._stand_ins, self._wanted, on_first_block, self.job.device, self._hooks
+        self._forward_mode = mode = StageForwardMode(local_blocks, *options, self._surveys)
         mode.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
         slots = [(module, key, stand_in) for home, module, key, stand_in in self._slots if home < stage]
+        removed = nullcontext() if self._surveys else self._hooks.removed_if_cut_off(StageBoundaryError)
         self.job.passing = True
         try:
-            with placed(slots), mode:
+            with placed(slots), removed, mode:
                 output = call()
                 if stage == self.last:
                     return mode.real(output)

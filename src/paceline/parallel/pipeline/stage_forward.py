@@ -22,13 +22,16 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from paceline.comm.torch_private import innermost_function_mode, pytree, without_innermost_mode
 from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError, a
+from paceline.parallel.pipeline.block_hooks import BlockHooks, HookedOutput
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import MADE, Tensor, placement_of, set_placement, tensors_in
 
 # Identifies a value on all stages: how many blocks had been called, which call since then made it, and which of the
-# call's results it is. For a parameter: PARAM, its number, and 0.
+# call's results it is. Calls of hooks inside of the last block are counted apart, from HOOK times the hook's number on.
+# For a parameter: PARAM, its number, and 0.
 Key = tuple[int, int, int]
 PARAM = -1
+HOOK = -(1 << 20)
 
 # Functions that read only metadata of a tensor, which a stand-in has as well.
 _ASKS = {
@@ -67,7 +70,7 @@ class StageInputs:
 
 
 class StageForwardMode(TorchFunctionMode):
-    """Runs one forward through the stage that has the blocks `local_blocks`.
+    """Runs one forward through the stage that has the blocks `local_blocks`, with these `hooks` inside of blocks.
 
     `stand_ins` replace the parameters of earlier stages. `on_first_block` is called before the stage's first block.
     Afterwards, `kept` has those of the stage's results that are in `wanted`. With `surveys`, missing values are noted
@@ -84,9 +87,11 @@ class StageForwardMode(TorchFunctionMode):
         wanted: frozenset[Key],
         on_first_block: Callable[[], None],
         device: torch.device,
+        hooks: BlockHooks,
         surveys: bool = False,
     ) -> None:
         super().__init__()
+        self._hooks = hooks
         self.local_blocks, self.inputs, self.wanted = local_blocks, inputs, wanted
         self.surveys, self._device, self._on_first_block = surveys, device, on_first_block
         # Stand-ins by identity. The tensor is kept so that no other one gets its identity.
@@ -116,19 +121,26 @@ class StageForwardMode(TorchFunctionMode):
             raise UsageError(what, f"{cure}, or leave pipeline= out")
         self._next, self._calls = self._next + 1, 0
         if number < self.local_blocks.start:
+            form, hooked = self.inputs.forms[number]
             with self._uncounted():
-                made = made_like(self.inputs.forms[number], self._device, stands_in=True)
-            self._mark_without_values(made)
+                made = made_like(form, self._device, stands_in=True)
+                noted = [
+                    HookedOutput(call, module, made_like(output, self._device, stands_in=True))
+                    for call, module, output in hooked
+                ]
+            self._mark_without_values([made, noted])
+            self._hooks.repeat(number, noted, self._counted_hook)
             return made
         if not self.in_stage:
             self.in_stage = True
             with self._uncounted():
                 self._on_first_block()
         given, named = self.real((given, named))
-        with self._uncounted():
+        with self._uncounted(), self._hooks.noting(number, self._counted_hook) as noted:
             made = forward(*given, **named)
-        self.forms.append(form_of(made, name))
-        self._keep_wanted(made)
+        hooked = [(one, form) for one in noted if (form := _form_if_plain(one.output)) is not None]
+        self.forms.append([form_of(made, name), [[*one[:-1], form] for one, form in hooked]])
+        self._keep_wanted([made, [one for one, _ in hooked]])
         return made
 
     @contextlib.contextmanager
@@ -143,6 +155,16 @@ class StageForwardMode(TorchFunctionMode):
                 yield
         finally:
             self._is_paused = False
+
+    @contextlib.contextmanager
+    def _counted_hook(self, number: int) -> Iterator[None]:
+        """Counts and follows the calls of a hook inside of a block while the context is active."""
+        before, self._is_paused, self._calls = (self._is_paused, self._calls), False, HOOK * number
+        try:
+            with contextlib.nullcontext() if innermost_function_mode() is self else self:
+                yield
+        finally:
+            self._is_paused, self._calls = before
 
     # -- calls outside of blocks --------------------------------------------------------------------------------------
 
@@ -239,6 +261,13 @@ def form_of(made: Any, name: str) -> Any:
         return {"dict": {key: form_of(value, name) for key, value in made.items()}}
     what = f"{name} returns {a(type(made).__name__)}, which pipeline= cannot send to the worker of the next block"
     raise UsageError(what, "return tensors, or tuples, lists or dicts of tensors, or leave pipeline= out")
+
+
+def _form_if_plain(made: Any) -> Any:
+    try:
+        return form_of(made, "")
+    except UsageError:
+        return None
 
 
 def made_like(form: Any, device: torch.device, stands_in: bool = False) -> Any:

@@ -58,8 +58,10 @@ class DividedOutputs:
         if not any(map(placement_of, tensors_of(output))):
             return self._plain_loss(output, batch)
         if not self._is_compared and torch.is_grad_enabled() and self._job.trains:
+            sent_before = self._moves.bytes_sent
             with quietly(self._job.model, False):
                 self.stay, self._is_compared = self._agrees(output, batch), True
+            self._moves.bytes_sent = sent_before  # what a comparison sends is no part of a step
         if not self.stay:
             output = self.full(output)
         self._gathered_functions.clear()

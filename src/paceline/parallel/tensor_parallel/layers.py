@@ -693,7 +693,9 @@ class TensorCut:
                 self._declare()
                 return self._original_forward(model, batch)
             if (mode := (model.training, torch.is_grad_enabled(), self.job.assembled)) not in self._verified_modes:
+                sent_before = self.redistributor.bytes_sent
                 self._verify(model, batch)
+                self.redistributor.bytes_sent = sent_before  # what a comparison sends is no part of a step
                 self._verified_modes.add(mode)
             self._declare()
             outputs = self._run_in_modes(model.training, partial(self._original_forward, model, batch))

@@ -1,0 +1,205 @@
+"""Hosts that fail repeatedly are left out: what is counted, what is remembered, and what the run does without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agents import until
+from clusters import Cluster, same, worker_of
+from clusters import cluster as cluster
+from clusters import undisturbed as undisturbed
+from launching import paceline
+from networks import hosts as hosts
+from test_coordinator import Play, admitted
+
+from paceline.launch.host_history import FAILURE, REMEMBERED, HostEntry, HostHistory
+from paceline.observe.summary import Summary, facts
+from paceline.team.host_failures import LEFT_OUT, HostFailures
+
+KILLED = "was killed (SIGKILL)"
+
+
+def limited(limit: int) -> Play:
+    """A team of all workers, whose agents are on hosts of the same names."""
+    play = admitted()
+    play.coordinator.hosts = HostFailures(limit)
+    for agent in play.hosts:
+        assert play.coordinator.refuses(agent, f"host-{agent}", ()) == ""
+    return play
+
+
+def kill(play: Play, number: int) -> None:
+    """The process of a worker is killed, and started again where that is allowed."""
+    play.change(number, status=-9, why=KILLED)
+    play.settle(5.0)
+    play.change(number, waiting=True, current=True)
+    play.settle(1.0)
+
+
+def lines(play: Play) -> list[str]:
+    return [text.partition("\n")[0] for _, text, _ in play.coordinator.lines]
+
+
+def events(play: Play, kind: str) -> list[dict[str, object]]:
+    return [event for event in play.journal if event["event"] == kind]
+
+
+def test_host_is_left_out_after_its_second_failure() -> None:
+    play = limited(2)
+    kill(play, 2)
+    assert play.members == {0, 1, 2, 3, 4}
+    kill(play, 3)
+    assert play.members == {0, 1, 4}
+    reasons = f"2 failures (worker 3 {KILLED}; worker 2 {KILLED})"
+    assert f"host-b is left out of the run after {reasons}" in lines(play)
+    assert "worker 2 leaves with its host: 3 workers go on" in lines(play)
+    (event,) = events(play, "excluded")
+    assert {name: event[name] for name in ("host", "text", "workers")} == {
+        "host": "host-b", "text": reasons, "workers": [2, 3],
+    }  # fmt: skip
+    assert play.coordinator.orders("b")["excluded"] == reasons
+    assert [text for _, text in play.coordinator.orders("b")["failures"]] == [
+        f"worker 2 {KILLED}",
+        f"worker 3 {KILLED}",
+    ]
+    assert play.coordinator.orders("a")["excluded"] == ""
+    assert play.coordinator.refuses("b again", "host-b", ()) == reasons
+
+
+def test_wrong_values_count_as_failures() -> None:
+    """Both attempts of a worker that leaves because its values were wrong twice, and its exception not once more."""
+    play = limited(2)
+    play.change(2, wrong=1.0)
+    play.settle(1.0)
+    assert [event["text"] for event in events(play, "host")] == ["worker 2 computed wrong values"]
+    play.change(2, wrong=2.0, failed=("HardwareError", 7, "worker 2 computed a wrong value"))
+    play.settle(5.0)
+    assert play.members == {0, 1, 4}
+    assert len(events(play, "host")) == 2
+
+
+def test_exceptions_of_the_script_are_no_failures_of_the_host() -> None:
+    play = limited(1)
+    play.change(2, failed=("ValueError", 7, "this row is damaged"))
+    play.settle(0.5)
+    play.change(2, status=1, why="ended with exit code 1")
+    play.settle(5.0)
+    assert events(play, "lost")
+    assert events(play, "host") == []
+
+
+def test_host_that_the_run_needs_is_not_left_out() -> None:
+    play = limited(1)
+    play.coordinator.min_workers = 4
+    kill(play, 3)
+    kill(play, 3)
+    assert play.members == {0, 1, 2, 3, 4}
+    needs = f"host-b has had 1 failure (worker 3 {KILLED}), and is not left out: the run needs its workers"
+    assert lines(play).count(needs) == 1
+
+
+def test_host_with_a_history_is_refused() -> None:
+    """Failures of earlier runs count, each once."""
+    play = limited(2)
+    past = [(1.0, "worker 0 was killed"), (1.0, "worker 0 was killed"), (2.0, "worker 1 made no progress")]
+    assert play.coordinator.refuses("d", "host-d", past) == (
+        "2 failures (worker 1 made no progress; worker 0 was killed)"
+    )
+    assert play.coordinator.refuses("e", "host-e", past[:2]) == ""
+
+
+def test_restarted_coordinator_remembers_failures() -> None:
+    play = limited(2)
+    kill(play, 3)
+    again = HostFailures(2)
+    again.recall(play.journal)
+    assert [text for _, text in again.failures["host-b"]] == [f"worker 3 {KILLED}"]
+    kill(play, 3)
+    again = HostFailures(2)
+    again.recall(play.journal)
+    assert [*again.excluded] == ["host-b"]
+
+
+def test_history_is_kept_for_seven_days(tmp_path: Path) -> None:
+    path, now = tmp_path / "hosts" / "one.jsonl", time.time()
+    history = HostHistory(path)
+    assert [*history.lines()] == []
+    old = HostEntry(now - REMEMBERED - 60, FAILURE, "worker 0 was killed")
+    entries = [old, HostEntry(now - 60, FAILURE, "worker 1 was killed", "runs/a"), HostEntry(now - 30, "disk", "full")]
+    for entry in (*entries, *entries):
+        history.add(entry)
+    with path.open("a") as file:
+        file.write('{"at": "never"}\nnot JSON\n[1]\n')
+    assert len(path.read_text().splitlines()) == 3 + 3
+    known = HostHistory(path)
+    assert known.failures == [(entries[1].at, entries[1].text)]
+    assert [*known.lines()] == [
+        "1 failure (worker 1 was killed) in the last seven days",
+        "  30.0 s ago: disk: full",
+        "  1 min ago: failure: worker 1 was killed (run runs/a)",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_kill_of_two_workers_leaves_their_host_out(
+    cluster: Callable[[int], Cluster], undisturbed: Path, tmp_path: Path
+) -> None:
+    """The others train what one worker trains. The host is named on both consoles, in the journal, the report and
+    by `paceline doctor`, and is refused afterwards.
+    """
+    here = cluster(3)
+    here.variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    here.spread(1, 2, 1, options=("--exclude-after", "2"))
+    os.kill(worker_of(here.agents[1].folder, 1), signal.SIGKILL)
+    here.until(lambda: "worker 1 was killed" in here.agents[0].text)
+    here.members(4)
+    os.kill(worker_of(here.agents[1].folder, 2), signal.SIGKILL)
+    here.until(lambda: here.agents[1].process.poll() is not None)
+    here.members(2)
+    reasons = "2 failures (worker 2 was killed by SIGKILL; worker 1 was killed by SIGKILL)"
+    assert f"\nnowhere-2 is left out of the run after {reasons}\n" in here.agents[0].text
+    cure = "next: test this host; `paceline doctor` shows its history"
+    assert f"\nnowhere-2 is left out of the run after {reasons}\n{cure}\n" in here.agents[1].text
+    again = here.start(1, 2)
+    here.until(lambda: again.process.poll() is not None)
+    assert again.text.startswith(f"nowhere-2 is left out of the run at 10.77.0.1:29400 after {reasons}; test this host")
+    here.end(0, LEFT_OUT, 0, LEFT_OUT)
+    same(here, undisturbed)
+    run = here.agents[0].folder
+    summary = Summary(run)
+    assert ("left out", f"nowhere-2, after {reasons}") in facts(summary)["What happened"]
+    assert f"nowhere-2, after {reasons}" in (run / "report.html").read_text()
+    kept = tmp_path / "cache" / "paceline" / "hosts" / "nowhere-2.jsonl"
+    assert [json.loads(line)["kind"] for line in kept.read_text().splitlines()] == [FAILURE, FAILURE]
+    said = paceline("doctor", cwd=tmp_path, **here.variables, PACELINE_HOST="nowhere-2").stdout
+    assert (
+        f"note  nowhere-2 remembers {reasons} in the last seven days: remove {kept} once the host is repaired" in said
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_failures_before_a_restart_of_the_coordinator_count(
+    cluster: Callable[[int], Cluster], undisturbed: Path, tmp_path: Path
+) -> None:
+    here = cluster(2)
+    here.variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    here.spread(1, 2, options=("--exclude-after", "2"))
+    os.kill(worker_of(here.agents[1].folder, 1), signal.SIGKILL)
+    here.until(lambda: here.agents[0].events("host"))
+    here.members(3)
+    (before,) = here.coordinators()
+    os.kill(before, signal.SIGKILL)
+    until(lambda: here.coordinators() not in ([], [before]))
+    here.members(3)
+    os.kill(worker_of(here.agents[1].folder, 2), signal.SIGKILL)
+    here.end(0, LEFT_OUT)
+    same(here, undisturbed)
+    assert len(here.agents[0].events("excluded")) == 1

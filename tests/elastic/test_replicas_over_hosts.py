@@ -1,0 +1,249 @@
+"""Replicas that span hosts: `paceline launch` starts them over several hosts together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_teams import HostTeam, undisturbed
+from host_teams import host_team as host_team
+from host_teams import hosts as hosts
+from oracle import apart
+from safetensors.torch import load_file
+
+from paceline.base.handshake import make_key
+from paceline.base.mesh import Mesh, pick_ranks
+from paceline.checkpoint.files import find_checkpoint, write_checkpoint
+from paceline.checkpoint.host_memory import HostMemory, MemoryServer
+from paceline.checkpoint.storage import Folder
+from paceline.errors import CheckpointError
+from paceline.team.coordinator import Coordinator
+from paceline.team.membership import Membership
+from paceline.team.worker_slots import WorkerReport
+
+PLANS = ["shard=8 zero=3", "pipeline=4 data=2 micro=2", "tensor=2 pipeline=2 data=2 micro=2"]
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_launch_starts_a_plan_over_four_hosts(
+    plan: str, host_team: Callable[..., HostTeam], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No host has enough workers for it; the weights are one worker's."""
+    team = host_team(2, 2, 2, 2)
+    team.start(plan)
+    team.end()
+    whole = undisturbed(tmp_path_factory, "micro=2")
+    assert apart(load_file(team.folder / "out.safetensors"), load_file(whole / "out.safetensors")) <= 1e-12
+    (start,) = team.events("start")
+    assert start["workers"] == 8, json.dumps(start)
+    assert " needs 8 workers: the run begins on several hosts together\n" in team.text
+
+
+MIRRORED = ["shard=8 zero=3 micro=2 exact", "pipeline=4 micro=2 exact", "tensor=2 pipeline=2 data=2 micro=2 exact"]
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", MIRRORED)
+def test_loss_of_a_host_loses_nothing(
+    plan: str, host_team: Callable[..., HostTeam], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All of its processes are killed. Another agent takes its place, and training goes on from memory: there is no
+    checkpoint that all workers can read.
+    """
+    workers = (1, 1, 1, 1) if plan.startswith("pipeline") else (2, 2, 2, 2)
+    calm = undisturbed(tmp_path_factory, plan, sum(workers))
+    team = host_team(*workers)
+    team.start(plan, "--mirror", "1")
+    team.until_step(6)
+    team.lose(3 if "data=2" in plan else 1)  # the first replica goes on, or none is left
+    team.end()
+    assert (team.folder / "out.safetensors").read_bytes() == (calm / "out.safetensors").read_bytes()
+    lost = team.events("lost")[0]
+    if "data=2" in plan:  # the other replica has gone on
+        assert len(team.events("start")) == 1
+        return
+    _, start = team.events("start")
+    assert 0 < start["resumed_from"] <= lost["step"]
+    assert start["resumed_in"] == "the copies in the memory of 4 hosts"
+    (recovered,) = team.events("recovered")
+    assert recovered["workers"] == [*range(sum(workers))]
+    assert f"resuming from step {start['resumed_from']} of the copies in the memory of 4 hosts\n" in team.text
+    assert f" workers train again {recovered['seconds']:.1f} s after the loss\n" in team.text
+
+
+COSTS = """
+import json
+from paceline.parallel.plan_cost import cost, facts_of
+from paceline.parallel.tensor_parallel.script_view import call_without_script_view
+from paceline.session.run import Run
+memory = Run.current().checkpoints._mirror[1]
+(folder,) = memory._local.folders()
+held = sum(size for name, size in memory._local.sizes(folder).items() if name.endswith(".safetensors"))
+facts = call_without_script_view(lambda: facts_of(trainer._job))
+team = paceline.join()
+predicted = cost(trainer.plan, facts, team.size, mirror=2)
+told = [predicted.copies, predicted.sent["copies"], held, team.group.ledger["copies"]]
+open(f"costs-{team.rank}.json", "w").write(json.dumps(told))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_cost_predicts_memory_and_traffic_of_copies(host_team: Callable[..., HostTeam]) -> None:
+    team = host_team(1, 1)
+    team.more = COSTS
+    team.start("shard=2 zero=3", "--mirror", "2", WIDE="8192")
+    team.end()
+    for rank in range(2):
+        copies, sent, held, (count, total, _) = json.loads((team.folder / f"costs-{rank}.json").read_text())
+        assert count >= 1
+        assert sent == pytest.approx(total / count / 2, rel=0.05)
+        # While a copy is written, the last one is still there.
+        assert copies == pytest.approx(2 * held, rel=0.05)
+
+
+@dataclass
+class Team:
+    """A coordinator whose plan needs four workers, of which the first host has two, and its agents' workers."""
+
+    journal: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        record = lambda event, **fields: self.journal.append((event, fields))
+        self.coordinator = Coordinator(10, 1, record, Membership((0, 1, 2, 3)))
+        self.coordinator.group_sizes, self.coordinator.reserved = Mesh(shard=4).group_sizes, {0, 1}
+
+    def report(self, agent: str, life: int, **more: Any) -> None:
+        """What an agent says of its workers, which are those that the coordinator has given it."""
+        self.now += 0.1
+        numbers = [number for number, slot in self.coordinator.slots.items() if slot.agent == agent]
+        reports = {n: WorkerReport(life, store=("host", 7 + n), replica=4, **more) for n in numbers}
+        self.coordinator.report(agent, reports, 5, self.now)
+
+    def wanted(self, agent: str) -> dict[int, tuple[int, Any]]:
+        """By worker: the life that it is to have, and the address of the store at which it starts."""
+        orders = self.coordinator.orders(agent)
+        assert not any(each["newcomer"] or each["out"] for each in orders["workers"].values())
+        return {number: (each["life"], orders["store"]) for number, each in orders["workers"].items()}
+
+
+def begun_team() -> Team:
+    team = Team()
+    assert team.coordinator.join("b", "logs", ("b", 1), [], 2) == [2, 3], "the first host has reserved its workers"
+    assert team.wanted("b") == {2: (0, None), 3: (0, None)}
+    assert team.coordinator.join("a", "logs", ("a", 1), [0, 1], 2) == [0, 1]
+    assert team.wanted("a") == {0: (0, ("", 0)), 1: (0, ("", 0))}
+    assert team.wanted("b") == {2: (0, None), 3: (0, None)}, "worker 0 does not serve its store yet"
+    team.report("a", 0)
+    assert team.wanted("b") == {2: (0, ("host", 7)), 3: (0, ("host", 7))}
+    team.report("a", 0, ready=True)
+    team.report("b", 0, ready=True)
+    return team
+
+
+def test_coordinator_waits_for_a_host_in_the_place_of_a_lost_one() -> None:
+    team = begun_team()
+    team.coordinator.lost_agent("b", "the agent on b disconnected", ended=True)
+    assert team.wanted("a") == {0: (1, None), 1: (1, None)}
+    assert all(each["out"] for each in team.coordinator.orders("b")["workers"].values()), "what is left of it ends"
+    (line,) = [text for _, text, _ in team.coordinator.lines if "no replica is left" in text]
+    assert line.splitlines()[0] == (
+        "workers 2-3 are lost (the agent on b disconnected), and no replica is left: all workers go back to the last "
+        "checkpoint once a host takes the place of workers 2-3"
+    )
+    assert team.coordinator.join("c", "logs", ("c", 1), [], 2) == [2, 3]
+    assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
+    team.report("a", 1)
+    assert team.wanted("c") == {2: (1, ("host", 7)), 3: (1, ("host", 7))}
+    team.report("a", 1, ready=True)
+    team.report("c", 1, ready=True)
+    assert [event for event, _ in team.journal] == ["lost", "recovered", "decision"]
+    assert team.journal[-1][1]["why"] == "workers 2-3 are lost (the agent on b disconnected), and no replica was left"
+
+
+def test_silent_host_of_the_last_replica_takes_its_workers_again() -> None:
+    """With copies in memory, nobody waits for it; it may still be back before another host comes."""
+    team = begun_team()
+    team.coordinator.lost_agent("b", "the agent on b has been silent for 1.6 s")
+    assert team.wanted("a") == {0: (0, ("", 0)), 1: (0, ("", 0))}, "without copies, going back would cost steps"
+    team.coordinator.mirrors = True
+    team.coordinator.lost_agent("b", "the agent on b has been silent for 1.6 s")
+    assert team.wanted("a") == {0: (1, None), 1: (1, None)}
+    team.coordinator.report("b", {n: WorkerReport(0, replica=4, ready=True) for n in (2, 3)}, 5, 1.0)
+    assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
+    assert team.wanted("b") == {2: (1, None), 3: (1, None)}
+
+
+def test_kill_of_a_worker_of_the_last_replica_starts_all_again() -> None:
+    team = begun_team()
+    team.report("b", 0, ready=True, status=-9, why="was killed by SIGKILL")
+    assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
+    assert team.wanted("b") == {2: (1, None), 3: (1, None)}
+
+
+def test_copies_in_the_memory_of_two_hosts(tmp_path: Path) -> None:
+    """A file is on its host and the next one; the loss of a host loses none, and a host without the key gets none."""
+
+    def key(salt: str) -> bytes:
+        return make_key(b"token", salt)
+
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    servers = [MemoryServer(folder, "127.0.0.1", key) for folder in folders]
+    memories = [HostMemory(Folder(folder), server.at, key) for folder, server in zip(folders, servers, strict=True)]
+    for memory in memories:
+        memory.meet([server.at for server in servers])
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"wide": torch.randn(100, 3, generator=generator), "scalar": torch.tensor(2.0, dtype=torch.float64)}
+    write_checkpoint(memories[0], 1, tensors, {}, keep=1)
+    write_checkpoint(memories[0], 2, tensors, {}, keep=1)
+    assert [[path.name for path in folder.iterdir()] for folder in folders] == [["step-000000000002"]] * 2 + [[]]
+    for request in ({"do": "remove"}, {"do": "remove", "folder": ".."}, {"do": "read", "folder": "a", "file": "../b"}):
+        with pytest.raises(OSError, match="a name is not allowed"):
+            memories[2]._others[0].ask(**request)
+    shutil.rmtree(folders[0])
+    servers[0].close()
+    found = find_checkpoint(memories[2], print)
+    assert found is not None
+    assert found.step == 2
+    rows = found.tensors(mapped=True)
+    assert torch.equal(rows["wide"][7:9], tensors["wide"][7:9])
+    assert torch.equal(rows["scalar"].clone(), tensors["scalar"])
+    (folders[1] / "step-000000000002" / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="no checkpoint in the memory of 3 hosts is intact"):
+        find_checkpoint(memories[2], print)
+    stranger = HostMemory(Folder(folders[2]), servers[2].at, lambda salt: make_key(b"another", salt))
+    stranger.meet([server.at for server in servers[1:]])
+    assert stranger.folders() == []
+    with pytest.raises(ConnectionError, match=r"the memory of host 127\.0\.0\.1 does not answer"):
+        stranger.write("step-000000000003", "file", [b"data"])
+    for server in servers[1:]:
+        server.close()
+
+
+def hosts_of(counts: list[int], mesh: Mesh) -> list[list[int]]:
+    """The ranks of each host, in the order in which hosts come."""
+    free, picked = set(range(mesh.size)), list[list[int]]()
+    for count in counts:
+        picked.append(pick_ranks(free, count, mesh.group_sizes))
+        free -= {*picked[-1]}
+    return picked
+
+
+def test_ranks_that_exchange_most_are_on_one_host() -> None:
+    assert hosts_of([2, 2, 2, 2], Mesh(2, pipeline=2, tensor=2)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert hosts_of([3, 3, 2], Mesh(2, pipeline=2, tensor=2)) == [[0, 1, 7], [2, 3, 6], [4, 5]]
+    assert hosts_of([6, 2], Mesh(2, pipeline=2, tensor=2)) == [[0, 1, 2, 3, 6, 7], [4, 5]]
+    assert hosts_of([1, 1, 1, 1], Mesh(pipeline=4)) == [[0], [1], [2], [3]]
+    assert hosts_of([3, 9], Mesh(shard=8)) == [[0, 1, 2], [3, 4, 5, 6, 7]]
