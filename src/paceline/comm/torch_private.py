@@ -135,6 +135,7 @@ NAMES = [
     PrivateName("torch.nn.Module()._parameters", "put a parameter where another one was, without registering it again"),
     PrivateName("torch.nn.Module()._non_persistent_buffers_set", "which buffers a checkpoint leaves out"),
     PrivateName("torch.nn.Module()._forward_hooks", "put a module's hooks aside while its block is tried"),
+    PrivateName("torch.nn.Module()._forward_hooks_with_kwargs", "call a hook as torch calls it"),
     PrivateName("torch.nn.Module()._forward_pre_hooks", "find the hook of spectral_norm"),
     PrivateName("torch.nn.Module()._backward_hooks", "find hooks on gradients of modules"),
     PrivateName("torch.nn.Module()._backward_pre_hooks", "the same"),

@@ -18,8 +18,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.errors import UsageError
-
 Hook = Callable[..., Any]
 # Counts the calls that a hook makes, as those of code outside of blocks are counted. The number is that of the hook's
 # call in the block. It is the same on all stages, also where a forward that ended early has left older hooks behind.
@@ -42,16 +40,19 @@ class BlockHooks:
         self._model, self._blocks = model, blocks
         self._noted: list[HookedOutput] | None = None  # of the block that runs now
         self._counts: Counts | None = None
-        self._reads_values: list[Hook] = []  # hooks that fail on stand-ins
+        self._need_values: dict[nn.Module, set[int]] = {}  # keys of hooks that fail on stand-ins
+        self._left: set[int] = set()  # keys of hooks that a forward has registered and, as it was cut off, not removed
+        self._temporary: set[Any] = set()  # code of hooks that each forward registers
 
     @contextmanager
     def noting(self, block: int, counts: Counts) -> Iterator[list[HookedOutput]]:
         """Notes in the list it yields what hooked modules of a block return while the context is active."""
         for path, module in self._blocks[block].named_modules():
+            self._remove_outdated(module._forward_hooks)
             if path:  # hooks of the block itself run outside of its forward
                 for identity, hook in _hooks_of_script(module):
                     if not _is_wrapped(hook):
-                        module._forward_hooks[identity] = partial(self._call_and_note, path, hook)
+                        module._forward_hooks[identity] = partial(self._call_and_note, path, identity, hook)
         noted = list[HookedOutput]()
         self._noted, self._counts = noted, counts
         try:
@@ -59,55 +60,83 @@ class BlockHooks:
         finally:
             self._noted = self._counts = None
 
-    def _call_and_note(self, path: str, hook: Hook, module: nn.Module, *given: Any) -> Any:
+    def _call_and_note(self, path: str, identity: int, hook: Hook, module: nn.Module, *given: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or self._noted is None or self._counts is None:
             return hook(module, *given)
-        hooks = [_unwrapped(one) for _, one in _hooks_of_script(module)]
-        if hook is hooks[0]:
+        hooks = [one for one, _ in _hooks_of_script(module)]
+        if identity not in hooks:  # an earlier hook of this call has removed it
+            return hook(module, *given)
+        if identity == hooks[0]:
             self._noted.append(HookedOutput(len(self._noted) + 1, path, given[-1]))
         call = next((one.number for one in reversed(self._noted) if one.module == path), 0)
-        with self._counts(_MOST * call + len(hooks) - hooks.index(hook)):
+        with self._counts(_MOST * call + len(hooks) - hooks.index(identity)):
             return hook(module, *given)
 
     def repeat(self, block: int, noted: Sequence[HookedOutput], counts: Counts) -> None:
         """Calls the hooks of a block of another stage with stand-ins of what the modules have returned there."""
+        self._remove_outdated(self._blocks[block]._forward_hooks)
         for call, path, output in noted:
             module = self._blocks[block].get_submodule(path)
+            self._remove_outdated(module._forward_hooks)
             hooks = _hooks_of_script(module)
+            need_values = self._need_values.get(module, set()).intersection(module._forward_hooks)
+            self._need_values[module] = need_values
             for position, (identity, hook) in enumerate(hooks):
-                if hook in self._reads_values:
+                if identity in need_values:
                     continue
                 named: list[dict[str, Any]] = [{}] if identity in module._forward_hooks_with_kwargs else []
                 with counts(_MOST * call + len(hooks) - position):
                     try:
-                        hook(module, (), *named, output)
-                    except (UsageError, IndexError, RuntimeError):  # it reads values or inputs, or writes to the output
-                        self._reads_values.append(hook)
+                        changed = hook(module, (), *named, output)
+                    except Exception:  # noqa: BLE001 (it reads values or inputs, or writes to the output)
+                        need_values.add(identity)
+                    else:
+                        output = output if changed is None else changed
 
     @contextmanager
     def removed_if_cut_off(self, cut_off: type[BaseException]) -> Iterator[None]:
         """Removes hooks that a forward has registered if it ends with `cut_off` before it can remove them itself.
 
         A hook stays if its module had no hook of the same code before: transformers registers its hooks once, in the
-        first call.
+        first call. If a later forward registers it again, both are removed.
         """
         first = RemovableHandle.next_id
         try:
             yield
         except cut_off:
             if first != RemovableHandle.next_id:
+                left = set[int]()
                 for module in self._model.modules():
-                    _remove_repeated(module._forward_hooks, first)
-                    _remove_repeated(module._forward_pre_hooks, first)
+                    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                        self._remove_outdated(hooks)
+                        self._remove_repeated(hooks, first)
+                        left.update(one for one in hooks if one >= first or one in self._left)
+                self._left = left
             raise
 
+    def _remove_outdated(self, hooks: dict[int, Hook]) -> None:
+        """Removes the hooks that a cut-off forward has left, and that a later forward has registered again."""
+        left = self._left.intersection(hooks)
+        again = {_code_of(hook) for identity, hook in hooks.items() if identity not in left} if left else set()
+        for identity in left:
+            code = _code_of(hooks[identity])
+            if code in again:
+                self._temporary.add(code)
+                del hooks[identity]
 
-def _remove_repeated(hooks: dict[int, Hook], first: int) -> None:
-    """Removes the hooks with keys from `first` on whose code an older hook has as well."""
-    code = {identity: getattr(_unwrapped(hook), "__code__", None) for identity, hook in hooks.items()}
-    older = {code[identity] for identity in hooks if identity < first}
-    for identity in [one for one in hooks if one >= first and code[one] in older]:
-        del hooks[identity]
+    def _remove_repeated(self, hooks: dict[int, Hook], first: int) -> None:
+        """Removes the hooks with keys from `first` on whose code an older hook has or had as well."""
+        older = self._temporary | {_code_of(hook) for identity, hook in hooks.items() if identity < first}
+        for identity in [one for one in hooks if one >= first and _code_of(hooks[one]) in older]:
+            del hooks[identity]
+
+
+def _code_of(hook: Any) -> Any:
+    """Returns what all hooks have in common that the same lines of a script have registered."""
+    hook = _unwrapped(hook)
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__code__", type(hook))
 
 
 def _is_wrapped(hook: Hook) -> bool:
@@ -115,7 +144,7 @@ def _is_wrapped(hook: Hook) -> bool:
 
 
 def _unwrapped(hook: Any) -> Hook:
-    return hook.args[1] if _is_wrapped(hook) else hook  # type: ignore[no-any-return]
+    return hook.args[2] if _is_wrapped(hook) else hook  # type: ignore[no-any-return]
 
 
 def _hooks_of_script(module: nn.Module) -> list[tuple[int, Any]]:
