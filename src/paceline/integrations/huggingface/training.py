@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.base.batching import stream_seed
+from paceline.data.sampler_order import SamplerOrder
 from paceline.errors import UsageError
 from paceline.integrations.huggingface.arguments import check_arguments, merged_plan
 from paceline.integrations.huggingface.callbacks import Flow, Span, check_callbacks
@@ -190,48 +190,11 @@ class Rows:
     """The rows of training in the order of transformers' own sampler, and how they are collated."""
 
     def __init__(self, hf_trainer: Any) -> None:
-        self._loader = loader = hf_trainer.get_train_dataloader()
-        self._seed, self._epoch, self._indices = hf_trainer.args.seed, -1, list[int]()
+        loader = hf_trainer.get_train_dataloader()
         self.dataset, self.collate = loader.dataset, loader.collate_fn
-        self.sized = not isinstance(self.dataset, torch.utils.data.IterableDataset)
-        self.count = len(self.of(0)) if self.sized else None
-        if self.sized and self.count != len(self.dataset):  # dataloader_drop_last, or a sampler of its own
-            self.dataset = Selected(self, self.dataset)
-
-    def of(self, epoch: int) -> list[int]:
-        """The indices of an epoch: the same on all workers, whatever generator the sampler draws from."""
-        if epoch != self._epoch:
-            if hasattr(self._loader, "set_epoch"):
-                self._loader.set_epoch(epoch)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(stream_seed(self._seed, epoch, -1) & 0x7FFFFFFF)
-                self._indices = [int(index) for batch in self._loader.batch_sampler for index in batch]
-            self._epoch = epoch
-        return self._indices
-
-    def order(self, position: int, size: int, seed: int, epoch: int) -> int:
-        """The index of the row at a position of an epoch."""
-        if isinstance(self.dataset, Selected):
-            return self.dataset.index_of(position, epoch)
-        return self.of(epoch)[position]
-
-
-class Selected(torch.utils.data.Dataset[Any]):
-    """The rows that a sampler selects, which are others in each epoch: an index says epoch and position."""
-
-    def __init__(self, rows: Rows, dataset: Any) -> None:
-        self._rows, self._dataset, self._count = rows, dataset, len(rows.of(0))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def index_of(self, position: int, epoch: int) -> int:
-        """The index of the row at a position of an epoch."""
-        return epoch * self._count + position
-
-    def __getitem__(self, index: int) -> Any:
-        epoch, position = divmod(index, self._count)
-        return self._dataset[self._rows.of(epoch)[position]]
+        is_iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
+        self.order = None if is_iterable else SamplerOrder(loader.batch_sampler)
+        self.count = None if self.order is None else len(self.order)
 
 
 class Training:
@@ -318,11 +281,10 @@ class Training:
             "multiprocessing_context": args.dataloader_multiprocessing_context,
         }
         options = {name: value for name, value in loader.items() if value}
-        order: Callable[..., Any] | None = self.rows.order if self.rows.sized else None
         started = time.time()
         flow.begin()
         for report in trainer.steps(
-            self.rows.dataset, count=self.span.steps, collate=self.rows.collate, order=order, loader=options
+            self.rows.dataset, count=self.span.steps, collate=self.rows.collate, order=self.rows.order, loader=options
         ):
             flow.follow(report)
         metrics = flow.finish(started)
