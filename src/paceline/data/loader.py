@@ -131,7 +131,8 @@ class Source:
         if isinstance(order, SamplerOrder) and order.largest >= len(dataset):
             what = f"the sampler of order= draws row {order.largest}, and the dataset has {len(dataset)} rows"
             raise UsageError(what, "make the sampler for this dataset")
-        order = order or (dataset.order if isinstance(dataset, Mix) else sample_index)
+        if order is None:
+            order = dataset.order if isinstance(dataset, Mix) else sample_index
         rows = None if iterable else rows_of(order, dataset)
         return Source(dataset, rows, seed, collate or default_collate, order, options)
 

@@ -181,7 +181,8 @@ def take_apart(
         what += f", and the Trainer has global_batch={batch}"
         raise UsageError(what, "use the same number in both, or pass the dataset, with order= for its sampler")
     parts = parts_of(dataset, batch)
-    return parts.dataset, collate or parts.collate, order or parts.order, parts.options if options is None else options
+    order = parts.order if order is None else order  # a sampler without rows counts as false
+    return parts.dataset, collate or parts.collate, order, parts.options if options is None else options
 
 
 def _order_of(loader: DataLoader[Any]) -> Order:

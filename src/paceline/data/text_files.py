@@ -179,8 +179,9 @@ def _cut_table(source: IO[bytes], path: str, size: int, column: str, offset: int
 
 def _check_column(schema: Any, column: str, path: str) -> None:
     """Raises DatasetError if a table has no such column, or none of texts."""
-    kinds = {field.name: getattr(field.type, "value_type", field.type) for field in schema}  # that of a dictionary
-    texts = [name for name, kind in kinds.items() if str(kind) in _TEXTS]
+    kinds = [(field.name, field.type) for field in schema]
+    # A list has a `value_type` as well, but is no text: only a dictionary has an `index_type`, too.
+    texts = [name for name, kind in kinds if str(kind.value_type if hasattr(kind, "index_type") else kind) in _TEXTS]
     cure = f"set --field to one of: {', '.join(texts)}" if texts else "write a column of strings"
     if column not in schema.names:
         raise DatasetError(f"{path} has no column {column!r}", cure)
