@@ -132,7 +132,7 @@ class CheckpointManager:
         self.team, self._reporter, self.storage, self.keep = team, reporter, storage, keep
         self._mirror, self._mirrored = mirror, 0
         self._met = -1  # the generation whose hosts know each other's memory
-        self._is_alone: tuple[int, bool] = (-1, False)  # in which generation, and whether all replicas share a host
+        self._known_alone: tuple[int, bool] = (-1, False)  # a generation, and whether `_is_alone` in it
         self._into = storage  # where the last one that was begun goes
         self.from_mirror = False
         self.begun, self.open, self.asked = 0, False, False
@@ -163,25 +163,25 @@ class CheckpointManager:
             return 0
         if self._again or self._due(step):
             return 1
-        if self._mirror is None or not self._alone:
+        if self._mirror is None or not self._is_alone:
             return 0
         return 2 * (step - self._mirrored >= self._mirror[0])
 
     @property
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         """Whether the loss of one host, or of one worker of a lone replica, would leave no replica."""
         group, number = self.team.group, self.team.transactions.number
-        if self._is_alone[0] != number:
+        if self._known_alone[0] != number:
             hosts = group.hosts
             replicas = group.mesh.replicas or [range(group.size)]
             common = set.intersection(*({hosts[rank] for rank in replica} for replica in replicas))
-            self._is_alone = number, bool(common) and (len(set(hosts)) > 1 or group.size <= group.mesh.replica)
-        return self._is_alone[1]
+            self._known_alone = number, bool(common) and (len(set(hosts)) > 1 or group.size <= group.mesh.replica)
+        return self._known_alone[1]
 
     @property
     def copies_every(self) -> int:
         """The steps between two copies of the state in the memory of other hosts; 0 if there are none."""
-        return self._mirror[0] if self._mirror is not None and self._mirror[1].partner and self._alone else 0
+        return self._mirror[0] if self._mirror is not None and self._mirror[1].partner and self._is_alone else 0
 
     def _meet_hosts(self) -> None:
         """Tells all workers where the memory of each host is served, once in each generation. Collective."""

@@ -29,8 +29,8 @@ class Tracker:
     """A logger that is fed in a thread of its own, and cannot replace what it has logged.
 
     `target` is what follows the colon of its name; with `upload` it gets a copy of the best checkpoint; `at` is the
-    Unix time of what it is fed next. Its methods may raise any exception: if `OSError` is among its causes, the same is
-    handed over again later.
+    Unix time of what it is fed next; `has_succeeded` says whether the run has ended well so far. Its methods may raise
+    any exception: if `OSError` is among its causes, the same is handed over again later.
     """
 
     background = appends = takes_facts = True

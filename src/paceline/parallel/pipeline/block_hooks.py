@@ -18,6 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.compute.microbatch_merging import USERS_OWN
+from paceline.errors import UsageError
+
 Hook = Callable[..., Any]
 # Counts the calls that a hook makes, as those of code outside of blocks are counted. The number is that of the hook's
 # call in the block. It is the same on all stages, also where a forward that ended early has left older hooks behind.
@@ -88,7 +91,7 @@ class BlockHooks:
                 with counts(_MOST * call + len(hooks) - position):
                     try:
                         changed = hook(module, (), *named, output)
-                    except Exception:  # noqa: BLE001 (it reads values or inputs, or writes to the output)
+                    except (UsageError, *USERS_OWN):  # it reads values or inputs, or writes to the output
                         need_values.add(identity)
                     else:
                         output = output if changed is None else changed
