@@ -59,6 +59,8 @@ SAME |= {"tensor=2": 2, "pipeline=2 tensor=2": 4, "shard=2 zero=3 pipeline=2": 4
 @pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SAME])
 def test_pipeline_trains_what_equals_the_whole_model(plan: str, tmp_path: Path) -> None:
     names = ["detached", "bridged", "recomputed", "routed"]
+    if "pipeline" in plan:
+        names.append("altered")
     if plan != "pipeline=2":
         names += ["plain", "dropped", "registered", "collected"]
     if plan == "pipeline=2 tensor=2":  # what is computed again meets parts where nobody follows them: refused

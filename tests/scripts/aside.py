@@ -135,6 +135,27 @@ class Collected(Hooked):
         return self.head(x), sum(self.kept)
 
 
+class Altered(Net):
+    """A hook that changes an output, and another one that is registered twice and fails on an empty input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up.register_forward_hook(lambda _m, _i, made: 2 * made)
+            for _ in range(2):
+                layer.up.register_forward_hook(self.keep)
+            layer.down.register_forward_hook(self.unpack)
+
+    def keep(self, module: nn.Module, given: Any, made: torch.Tensor) -> None:
+        self.kept.append(made.square().mean())
+
+    def unpack(self, module: nn.Module, given: Any, made: torch.Tensor) -> None:
+        (_,) = given
+
+    def end(self, x: torch.Tensor) -> Any:
+        return self.head(x), sum(self.kept)
+
+
 class Penalized(Net):
     def end(self, x: torch.Tensor) -> Any:
         return self.head(x), sum(param.square().sum() for param in self.parameters())
@@ -251,6 +272,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "attribute": (Attribute, seen),
     "hooked": (Hooked, kept),
     "collected": (Collected, pair),
+    "altered": (Altered, pair),
     "penalty in the loss": (Net, penalty),
     "penalty in the forward": (Penalized, pair),
     "penalty of a list": (Listed, pair),
