@@ -241,8 +241,8 @@ class Plan:
         return Mesh(**axes).over(workers)
 
     def first_team(self, workers: int) -> int:
-        """The workers that a run begins with if its first host has so many `workers`: these, or as many as the plan
-        needs at least, if these are too few for it.
+        """Returns how many workers a run begins with whose first host has `workers`: these, or the number that the plan
+        needs at least if that is larger.
         """
         needed: int = math.prod(value for row, value, _ in self.stated_words() if row.metadata["axis"])
         return max(workers, needed)

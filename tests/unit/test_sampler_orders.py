@@ -171,8 +171,7 @@ CASES: list[tuple[Any, type[PacelineError], str]] = [
     (
         lambda: train([1, 2], order=DistributedSampler([1, 2], 2, 0)),  # type: ignore[arg-type]
         UsageError,
-        "order= is a DistributedSampler, which draws other rows in each process; "
-        "leave it out: Paceline distributes the rows",
+        "the sampler DistributedSampler draws other rows in each process; leave it out: Paceline distributes the rows",
     ),
     (
         lambda: train(loader(batch_size=2)),

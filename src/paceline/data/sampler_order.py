@@ -50,9 +50,10 @@ class SamplerOrder:
     def __init__(self, sampler: Any) -> None:
         self._sampler, self._name = sampler, type(sampler).__name__
         self._epochs: dict[tuple[int, int], Any] = {}  # the rows of the last epochs, by seed and epoch
-        if any(isinstance(one, DistributedSampler) for one in _chain(sampler)):
-            what = f"order= is a {self._name}, which draws other rows in each process"
-            raise UsageError(what, "leave it out: Paceline distributes the rows")
+        for one in _chain(sampler):
+            if isinstance(one, DistributedSampler):
+                what = f"the sampler {type(one).__name__} draws other rows in each process"
+                raise UsageError(what, "leave it out: Paceline distributes the rows")
         first = self._draw(0, 0)
         if not np.array_equal(first, self._draw(0, 0)):
             raise UsageError(f"the sampler {self._name} draws other rows when epoch 0 is drawn again", _SEEDED)
@@ -70,8 +71,9 @@ class SamplerOrder:
         if rows is None:
             rows = self._draw(seed, epoch)
             if len(rows) != self._size:
-                what = f"the sampler {self._name} draws {len(rows)} rows for epoch {epoch}, and {self._size} for epoch"
-                raise DatasetError(f"{what} 0", "let it draw equally many rows in each epoch")
+                what = f"the sampler {self._name} draws {len(rows)} rows for epoch {epoch}"
+                what += f", and {self._size} for epoch 0"
+                raise DatasetError(what, "let it draw equally many rows in each epoch")
             self._epochs = {**dict([*self._epochs.items()][-1:]), (seed, epoch): rows}
         return int(rows[position])
 

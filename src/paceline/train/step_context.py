@@ -38,7 +38,8 @@ from paceline.train.worker_shares import WorkerShares
 class Batches(Protocol):
     """Where the rows of a step come from. `title` names the collectives of a step, with a place for its number.
 
-    `admits`: the script of a newcomer begins with such a step. It is one of the outermost loop.
+    `admits` says whether newcomers may enter the team before a failed attempt at the step is repeated: only in the
+    outermost loop, because the script of a newcomer begins with such a step.
     """
 
     title: str
