@@ -559,11 +559,13 @@ class CheckpointManager:
         mirrored = self._find_mirrored()
         if mirrored is not None and (checkpoint is None or mirrored.step > checkpoint.step):
             checkpoint, self.from_mirror = mirrored, True
-        steps = group.gather_json(checkpoint.step if checkpoint is not None else None)
+        reports = group.gather_json([checkpoint.step if checkpoint is not None else None, self.from_mirror])
+        steps = [step for step, _ in reports]
         known = [step for step in steps if step is not None]
         if not known:
             return None
         step, source = max(known), steps.index(max(known))
+        self.from_mirror = reports[source][1]
         blind = [rank for rank, other in enumerate(steps) if other != step]
         manifest: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
