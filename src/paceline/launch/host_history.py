@@ -51,7 +51,7 @@ class HostHistory:
         if entry[:3] in self._entries:
             return
         self._entries[entry[:3]] = entry
-        line = json.dumps(entry._asdict(), ensure_ascii=True) + "\n"
+        line = json.dumps(dict(zip(HostEntry.__annotations__, entry, strict=True))) + "\n"
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.path.open("a") as file:
