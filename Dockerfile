@@ -25,7 +25,7 @@ USER trainer
 
 # The user by number: Kubernetes can then check that it is not root.
 FROM base AS run
-COPY --chown=1000 examples examples
+COPY --chown=1000:1000 examples examples
 USER 1000
 ENTRYPOINT ["paceline"]
 CMD ["--help"]
