@@ -1,18 +1,20 @@
-# Paceline with its examples.
+# Paceline with its examples, run by a user without privileges.
 #
-#   docker build -t paceline .
+#   docker build -t paceline .                            # torch for CPUs, the smallest
+#   docker build --build-arg TORCH=cu130 -t paceline .    # torch for NVIDIA GPUs with CUDA 13.0
 #   docker run --rm --shm-size 2g paceline run --workers 2 examples/digits.py
 #
+# TORCH is one of the builds of torch that `uv pip install --torch-backend` knows: cpu, cu126, cu130, rocm7.2 ...
 # --shm-size: workers of one host exchange gradients through shared memory, of which a container has 64 MB by default.
-# The torch that pip finds by default brings CUDA, several gigabytes. For CPUs only, name PyTorch's index of CPU builds:
-# docker build --build-arg PIP_EXTRA_INDEX_URL=... (the address is on pytorch.org under "Get started").
 FROM python:3.12-slim AS base
-ARG PIP_EXTRA_INDEX_URL=
-RUN useradd --create-home trainer
+ARG TORCH=cpu
+RUN useradd --uid 1000 --create-home trainer
 WORKDIR /home/trainer
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir ".[examples,text,notebook]"
+RUN pip install --no-cache-dir uv \
+    && uv pip install --system --no-cache --torch-backend "$TORCH" ".[examples,text,notebook]" \
+    && pip uninstall --yes uv
 
 # What `make lint` and `make test` need, for the development container.
 FROM base AS dev
@@ -21,8 +23,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 USER trainer
 
+# The user by number: Kubernetes can then check that it is not root.
 FROM base AS run
-COPY --chown=trainer examples examples
-USER trainer
+COPY --chown=1000:1000 examples examples
+USER 1000
 ENTRYPOINT ["paceline"]
 CMD ["--help"]

@@ -27,6 +27,7 @@ PAGES = [
     "howto/continue-other-checkpoints",
     "howto/configuration-files",
     "howto/read-your-files",
+    "howto/launch-elsewhere",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page
