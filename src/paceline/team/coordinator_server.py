@@ -154,7 +154,7 @@ class Service:
             why = f"{agent} has a different {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
         machine, earlier = request.get("machine") or request["host"], request.get("failures") or ()
-        if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier)):
+        if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier), request["numbers"]):
             self._publish()
             raise RefusalError(FORBIDDEN, reasons)
         (host, port), (number, members) = request["standby"], request["generation"]
