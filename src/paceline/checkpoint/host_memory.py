@@ -226,10 +226,12 @@ class _OtherHost:
                 answer |= read_message(bytes(wire.receive()), dict[str, Any], "an answer from memory")
                 if do == "read" and "error" not in answer:
                     answer["value"] = wire.receive()
-            except (OSError, FormatError) as error:
+            except BaseException as error:  # also one of the caller's: the next request needs another connection
                 if self._wire is not None:
                     self._wire.link.close()
                     self._wire = None
+                if not isinstance(error, (OSError, FormatError)):
+                    raise
                 raise ConnectionError(errno.EHOSTUNREACH, _NO_ANSWER.format(self.at[0])) from error
         if "error" in answer:
             raise OSError(*answer["error"])
@@ -243,10 +245,13 @@ class _OtherHost:
 
     def _connect(self) -> _Wire:
         link = socket.create_connection(way_to(*self.at[:2]), PATIENCE)
-        key, nonce, caller_nonce = self._key(self.at[2]), bytes(_exactly(link, NONCE)), make_nonce()
-        if not introduce(link, key, nonce, caller_nonce=caller_nonce):
+        try:
+            key, nonce, caller_nonce = self._key(self.at[2]), bytes(_exactly(link, NONCE)), make_nonce()
+            if not introduce(link, key, nonce, caller_nonce=caller_nonce):
+                raise ConnectionError(errno.EACCES, "the other host does not know the token")
+        except BaseException:
             link.close()
-            raise ConnectionError(errno.EACCES, "the other host does not know the token")
+            raise
         return _Wire(link, _seals(key, nonce, caller_nonce, calls=True))
 
 
