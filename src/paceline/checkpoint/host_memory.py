@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ class _OtherHost:
         """Sends a request, and yields the connection, for what is to follow it, and the answer, which is empty until
         the context ends. OSError: the host refuses, or does not answer.
         """
-        answer: dict[str, Any] = {}
+        answer, is_complete = dict[str, Any](), False
         with self._using:
             try:
                 wire = self._wire = self._wire or self._connect()
@@ -226,13 +226,13 @@ class _OtherHost:
                 answer |= read_message(bytes(wire.receive()), dict[str, Any], "an answer from memory")
                 if do == "read" and "error" not in answer:
                     answer["value"] = wire.receive()
-            except BaseException as error:  # also one of the caller's: the next request needs another connection
-                if self._wire is not None:
+                is_complete = True
+            except (OSError, FormatError) as error:
+                raise ConnectionError(errno.EHOSTUNREACH, _NO_ANSWER.format(self.at[0])) from error
+            finally:
+                if not is_complete and self._wire is not None:  # also after an error of the caller
                     self._wire.link.close()
                     self._wire = None
-                if not isinstance(error, (OSError, FormatError)):
-                    raise
-                raise ConnectionError(errno.EHOSTUNREACH, _NO_ANSWER.format(self.at[0])) from error
         if "error" in answer:
             raise OSError(*answer["error"])
 
@@ -244,14 +244,12 @@ class _OtherHost:
         return answer["value"]
 
     def _connect(self) -> _Wire:
-        link = socket.create_connection(way_to(*self.at[:2]), PATIENCE)
-        try:
+        with ExitStack() as stack:
+            link = stack.enter_context(socket.create_connection(way_to(*self.at[:2]), PATIENCE))
             key, nonce, caller_nonce = self._key(self.at[2]), bytes(_exactly(link, NONCE)), make_nonce()
             if not introduce(link, key, nonce, caller_nonce=caller_nonce):
                 raise ConnectionError(errno.EACCES, "the other host does not know the token")
-        except BaseException:
-            link.close()
-            raise
+            stack.pop_all()
         return _Wire(link, _seals(key, nonce, caller_nonce, calls=True))
 
 

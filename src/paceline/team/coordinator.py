@@ -679,19 +679,18 @@ class Coordinator:
             self._lose_servers([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
-        if not (left or failure or slot.newcomer) and restarts and self._can_go_back:
+        goes_back = not (left or failure or slot.newcomer) and restarts and self._can_go_back
+        if goes_back:
             self._go_back([number], why)
-            if blames_host(report):
-                self._blame(slot.agent, [number], f"{ranks([number])} {why}")
-            return True
-        if not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
+        elif not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
             return False
-        pause = pause_of(slot)
-        soon = f"; it is restarted in {pause:.0f} s" if pause else ""
-        self._lose([number], why, soon if restarts else "; it is not restarted")
+        else:
+            pause = pause_of(slot)
+            soon = f"; it is restarted in {pause:.0f} s" if pause else ""
+            self._lose([number], why, soon if restarts else "; it is not restarted")
         if blames_host(report):
             self._blame(slot.agent, [number], f"{ranks([number])} {why}")
-        if restarts:
+        if restarts and not goes_back:
             self._restart(number)
         return True
 
