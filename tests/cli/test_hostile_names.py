@@ -234,7 +234,7 @@ REFUSED = {
     "logs": f"no{SEEN} contains no logs; pass the folder of a run that was started on this host",
     "export": f"no{SEEN} does not contain a checkpoint; use the --run-dir of a run that has saved a checkpoint",
     "runs": f"no{SEEN} contains no run; pass a folder that contains runs: paceline runs FOLDER",
-    "tokenize": f"found no text in no{SEEN}; pass .txt or .jsonl files, folders of them, or globs",
+    "tokenize": f"found no text in no{SEEN}; pass .txt, .jsonl or .parquet files, folders of them, or globs",
 }
 MORE = {"export": ["x.safetensors"], "tokenize": ["--tokenizer", "gpt2", "--out", "o"]}
 

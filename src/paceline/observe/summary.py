@@ -366,8 +366,9 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
 
 def _returns(attempt: list[Event]) -> list[tuple[Event, Event]]:
     """Each event of a team that trains again after it went back, with the start of the attempt."""
-    start = attempt[0]
-    return [(event, start) for event in attempt if event["event"] == "recovered" and start["event"] == "start"]
+    if not attempt or attempt[0]["event"] != "start":
+        return []
+    return [(event, attempt[0]) for event in attempt if event["event"] == "recovered"]
 
 
 def _up(attempt: list[Event]) -> dict[str, bool]:

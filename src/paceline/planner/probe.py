@@ -148,7 +148,8 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
     matrix = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device)
     room = min(group.gather_json(room_of_worker(device, group.size)))
     free = max(0.0, (memory or room) - memory_now(device)) / 8  # which a tensor may take
-    copied = min(group.gather_json(max(COPIED[0], min(COPIED[1], 1 << int(free / 4).bit_length() - 1))))
+    fitting = 1 << max(0, int(free / 4).bit_length() - 1)
+    copied = min(group.gather_json(max(COPIED[0], min(COPIED[1], fitting))))
     long = torch.ones(copied, dtype=torch.float32, device=device)
     target = torch.empty_like(long)
     product = _fastest(lambda: torch.mm(matrix, matrix), device, group)
