@@ -710,8 +710,8 @@ class Coordinator:
         host = self.hosts.agents.get(agent, "")
         if not host:
             return
-        at, _ = self.hosts.add(agent, why)
-        self.record("host", host=host, kind="failure", text=why, since=at, workers=workers, step=self.step)
+        at, text = self.hosts.add(agent, why)
+        self.record("host", host=host, kind="failure", text=text, since=at, workers=workers, step=self.step)
         self.version += 1
         if self.hosts.is_due(host):
             self._exclude(host)
