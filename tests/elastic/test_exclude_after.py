@@ -20,7 +20,9 @@ from test_coordinator import Play, admitted
 
 from paceline.launch.host_history import FAILURE, REMEMBERED, HostEntry, HostHistory
 from paceline.observe.summary import Summary, facts
+from paceline.team.coordinator import Coordinator
 from paceline.team.host_failures import LEFT_OUT, HostFailures
+from paceline.team.membership import Membership
 
 KILLED = "was killed (SIGKILL)"
 
@@ -112,6 +114,17 @@ def test_host_with_a_history_is_refused() -> None:
         "2 failures (worker 1 made no progress; worker 0 was killed)"
     )
     assert play.coordinator.refuses("e", "host-e", past[:2]) == ""
+
+
+def test_first_team_needs_its_hosts() -> None:
+    """Hosts with a history are refused only if they are not among those of the first team."""
+    coordinator = Coordinator(10, 1, lambda *_, **__: None, Membership((0, 1, 2, 3)))
+    coordinator.reserved, coordinator.hosts = {0, 1}, HostFailures(1)
+    past = [(1.0, "worker 0 was killed")]
+    for agent, numbers in (("a", [0, 1]), ("b", [])):
+        assert coordinator.refuses(agent, f"host-{agent}", past, numbers) == ""
+        coordinator.join(agent, "logs", (agent, 1), numbers, 2)
+    assert coordinator.refuses("c", "host-c", past) == "1 failure (worker 0 was killed)"
 
 
 def test_restarted_coordinator_remembers_failures() -> None:

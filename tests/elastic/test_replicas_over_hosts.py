@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,60 @@ def test_kill_of_a_worker_of_the_last_replica_starts_all_again() -> None:
     team.report("b", 0, ready=True, status=-9, why="was killed by SIGKILL")
     assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
     assert team.wanted("b") == {2: (1, None), 3: (1, None)}
+
+
+def test_host_that_joins_ends_the_wait_for_a_silent_one() -> None:
+    """If it can replace all of its workers; otherwise it gets further ones, since the silent host has the state."""
+    team = begun_team()
+    team.coordinator.lost_agent("b", "the agent on b has been silent for 1.6 s")
+    assert team.coordinator.join("d", "logs", ("d", 1), [], 1) == [4]
+    assert team.wanted("a") == {0: (0, ("", 0)), 1: (0, ("", 0))}
+    assert team.coordinator.join("c", "logs", ("c", 1), [], 2) == [2, 3]
+    assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
+    assert team.wanted("c") == {2: (1, None), 3: (1, None)}
+
+
+def test_host_in_the_place_of_one_that_has_left_starts_its_workers() -> None:
+    coordinator = Team().coordinator
+    for agent, numbers in (("a", [0, 1]), ("b", [2, 3])):
+        coordinator.join(agent, "logs", (agent, 1), numbers, 2)
+        coordinator.report(agent, {n: WorkerReport(replica=2, ready=True) for n in numbers}, 5, 0.1)
+    leaves = WorkerReport(replica=2, ready=True, leaves=True)
+    coordinator.report("b", dict.fromkeys((2, 3), leaves), 5, 0.2)
+    coordinator.tick(1.0)
+    assert coordinator.roster.members == (0, 1)
+    coordinator.report("b", dict.fromkeys((2, 3), replace(leaves, status=75)), 5, 1.1)
+    coordinator.bye("b")
+    assert coordinator.join("c", "logs", ("c", 1), [], 2) == [2, 3]
+    anew = {"life": 1, "out": False, "newcomer": True}
+    assert coordinator.orders("c")["workers"] == {2: anew, 3: anew}
+
+
+def test_kill_of_a_spare_before_the_first_step_restarts_no_other_worker() -> None:
+    team = Team()
+    assert team.coordinator.join("b", "logs", ("b", 1), [], 2) == [2, 3]
+    assert team.coordinator.join("a", "logs", ("a", 1), [0, 1], 2) == [0, 1]
+    assert team.coordinator.join("c", "logs", ("c", 1), [], 1, 1) == [4]
+    killed = WorkerReport(newcomer=True, status=-9, why="was killed by SIGKILL")
+    team.coordinator.report("c", {4: killed}, 0, 0.1)
+    assert team.wanted("a") == {0: (0, ("", 0)), 1: (0, ("", 0))}
+
+
+def test_first_host_reserves_its_spares() -> None:
+    team = Team()
+    team.coordinator.reserved = {0, 1, 4}
+    assert team.coordinator.join("b", "logs", ("b", 1), [], 3) == [2, 3, 5]
+    assert team.coordinator.join("a", "logs", ("a", 1), [0, 1, 4], 3, 1) == [0, 1, 4]
+
+
+def test_failures_of_hosts_of_the_last_replica_count() -> None:
+    team = begun_team()
+    for agent in "ab":
+        assert team.coordinator.refuses(agent, f"host-{agent}", ()) == ""
+    team.report("b", 0, ready=True, status=-9, why="was killed by SIGKILL")
+    team.coordinator.lost_agent("b", "the agent on b disconnected", ended=True)
+    failures = [(fields["host"], fields["text"]) for event, fields in team.journal if event == "host"]
+    assert failures == [("host-b", "worker 2 was killed by SIGKILL"), ("host-b", "the agent on b disconnected")]
 
 
 def test_copies_in_the_memory_of_two_hosts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from paceline.errors import FormatError
 
 At = tuple[str, int, str]  # where a host's folder is served: address, port, and the salt of the key
 PATIENCE = 20.0  # seconds for another host to answer, or to take a block
+HASHING = 600.0  # seconds for another host to compute the hash of a file
 _BLOCK = 16 << 20  # bytes that are sent at once, at most
 _AHEAD, _KEPT = 4 << 20, 16  # bytes of a block that is read ahead, and how many are kept
 _LENGTH = struct.Struct("<Q")
@@ -93,6 +94,7 @@ class MemoryServer:
         self.at: At = (host, self._listener.getsockname()[1], secrets.token_hex(16))
         self._strangers, self._lock = NewConnections[socket.socket](), threading.Lock()
         self._digests: dict[Path, tuple[tuple[int, int], str]] = {}  # of files, with their times and sizes
+        self._hashing: dict[Path, threading.Lock] = {}  # held while a file's digest is computed
         threading.Thread(target=self._accept, name="paceline-memory", daemon=True).start()
 
     def close(self) -> None:
@@ -181,15 +183,18 @@ class MemoryServer:
             return None, os.pread(data.fileno(), min(max(end - first, 0), _BLOCK), first)
 
     def _digest(self, path: Path) -> str:
-        """The SHA-256 of a file, which several workers ask for."""
-        status = path.stat()
-        stamp = status.st_mtime_ns, status.st_size
+        """The SHA-256 of a file, which several workers ask for at once; it is computed for the first of them."""
         with self._lock:
+            hashing = self._hashing.setdefault(path, threading.Lock())
+        with hashing:
+            status = path.stat()
+            stamp = status.st_mtime_ns, status.st_size
             known = self._digests.get(path)
-        if known is None or known[0] != stamp:
-            known = stamp, file_digest(path)
-            with self._lock:
-                self._digests = {at: each for at, each in self._digests.items() if at.exists()} | {path: known}
+            if known is None or known[0] != stamp:
+                known = stamp, file_digest(path)
+                with self._lock:
+                    self._digests = {at: each for at, each in self._digests.items() if at.exists()} | {path: known}
+                    self._hashing = {at: each for at, each in self._hashing.items() if at.exists()}
         return known[1]
 
 
@@ -217,20 +222,23 @@ class _OtherHost:
         """Sends a request, and yields the connection, for what is to follow it, and the answer, which is empty until
         the context ends. OSError: the host refuses, or does not answer.
         """
-        answer: dict[str, Any] = {}
+        answer, is_complete = dict[str, Any](), False
         with self._using:
             try:
                 wire = self._wire = self._wire or self._connect()
+                wire.link.settimeout(HASHING if do == "digest" else PATIENCE)
                 wire.send(json.dumps({"do": do, **request}).encode())
                 yield wire, answer
                 answer |= read_message(bytes(wire.receive()), dict[str, Any], "an answer from memory")
                 if do == "read" and "error" not in answer:
                     answer["value"] = wire.receive()
+                is_complete = True
             except (OSError, FormatError) as error:
-                if self._wire is not None:
+                raise ConnectionError(errno.EHOSTUNREACH, _NO_ANSWER.format(self.at[0])) from error
+            finally:
+                if not is_complete and self._wire is not None:  # also after an error of the caller
                     self._wire.link.close()
                     self._wire = None
-                raise ConnectionError(errno.EHOSTUNREACH, _NO_ANSWER.format(self.at[0])) from error
         if "error" in answer:
             raise OSError(*answer["error"])
 
@@ -242,11 +250,12 @@ class _OtherHost:
         return answer["value"]
 
     def _connect(self) -> _Wire:
-        link = socket.create_connection(way_to(*self.at[:2]), PATIENCE)
-        key, nonce, caller_nonce = self._key(self.at[2]), bytes(_exactly(link, NONCE)), make_nonce()
-        if not introduce(link, key, nonce, caller_nonce=caller_nonce):
-            link.close()
-            raise ConnectionError(errno.EACCES, "the other host does not know the token")
+        with ExitStack() as stack:
+            link = stack.enter_context(socket.create_connection(way_to(*self.at[:2]), PATIENCE))
+            key, nonce, caller_nonce = self._key(self.at[2]), bytes(_exactly(link, NONCE)), make_nonce()
+            if not introduce(link, key, nonce, caller_nonce=caller_nonce):
+                raise ConnectionError(errno.EACCES, "the other host does not know the token")
+            stack.pop_all()
         return _Wire(link, _seals(key, nonce, caller_nonce, calls=True))
 
 

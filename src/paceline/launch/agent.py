@@ -227,11 +227,10 @@ class Agent:
         first = [number for number in self._workers.numbers if number < size]
         if self._ending.first and len(first) == size:
             self._workers.start(dict.fromkeys(first, 0))
-        else:
-            self._want(self._wanted)
         for number in self._workers.numbers:
             if number >= size:  # it waits to be admitted
                 self._workers.again(number, 0)
+        self._want(self._wanted)  # only now, since it starts newcomers that have no process yet
 
     def say(self, text: str, always: bool = False) -> None:
         """Prints a line on the console, with --quiet only if `always`."""

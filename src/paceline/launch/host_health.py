@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from paceline.base.environment import gpus
@@ -189,7 +190,7 @@ class HostWatch:
     def __init__(self, health: Callable[[], HostHealth]) -> None:
         self._health, self._over = health, threading.Event()
         self.newest: deque[Trouble] = deque(maxlen=KEPT)
-        self._taken = 0.0
+        self._new: SimpleQueue[Trouble] = SimpleQueue()
 
     def start(self) -> None:
         """Starts the thread."""
@@ -199,13 +200,13 @@ class HostWatch:
         health = self._health()
         while not self._over.wait(EVERY):
             with suppress(OSError):  # a file of the kernel that is gone
-                self.newest.extend(health.look())
+                for trouble in health.look():
+                    self.newest.append(trouble)
+                    self._new.put(trouble)
 
     def take(self) -> list[Trouble]:
-        """The troubles since the last call."""
-        new = [trouble for trouble in [*self.newest] if trouble.at > self._taken]
-        self._taken = max([self._taken, *(trouble.at for trouble in new)])
-        return new
+        """The troubles since the last call. Their times may go back, with the clock."""
+        return [self._new.get() for _ in range(self._new.qsize())]
 
     def close(self) -> None:
         """Lets the thread end."""

@@ -12,12 +12,12 @@ from paceline.base.console import in_one_line
 from paceline.base.environment import cache_folder, host_name
 from paceline.base.schema import read_file
 from paceline.base.text import duration, plural
-from paceline.team.host_failures import Failure, describe
+from paceline.team.host_failures import LONGEST, Failure, describe
 
 FOLDER = "hosts"  # in the folder of caches, with a file for each host, because hosts may share a home
 LAST = 1000  # lines that are read, the newest ones
 REMEMBERED = 7 * 86_400.0  # seconds for which failures count
-LONGEST = 300  # characters of a text
+SENT = 300  # newest failures that a joining host sends to the coordinator
 SHOWN = 5  # newest entries that `paceline doctor` shows
 FAILURE = "failure"  # the kind of an entry that counts for --exclude-after; other kinds are troubles
 

@@ -22,7 +22,7 @@ from paceline.base.text import plural
 from paceline.base.tracebacks import short
 from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
-from paceline.launch.host_history import HostHistory
+from paceline.launch.host_history import SENT, HostHistory
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.team.auth import NAME, read_token
 from paceline.team.coordinator_client import CoordinatorClient, RefusedError, UnsignedError
@@ -83,7 +83,7 @@ def introduction(options: LaunchOptions, folder: Path, numbers: list[int], stand
         "spares": options.spares,
         "same": likeness(options),
         "machine": host_name(),
-        "failures": [] if options.temporary or options.raw else HostHistory().failures,
+        "failures": [] if options.temporary or options.raw else HostHistory().failures[-SENT:],
     }
 
 

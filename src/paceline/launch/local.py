@@ -109,7 +109,8 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                     continue
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
-                killed = options.raw or 128 < code != 130
+                # Where the first team is on several hosts, the other hosts have ended with the run.
+                killed = (options.raw or 128 < code != 130) and options.size <= options.workers
                 if not (again or variables) or not killed or restarts > options.max_restarts:
                     notifier.end(_folder(options), code)
                     return code

@@ -196,9 +196,10 @@ def figures(folder: Path) -> dict[str, float]:
     """Measures this host in less than a second: memory bandwidth (GB/s), matrix products (GFLOP/s), a flush in `folder`
     (ms) and the free space there (GB). What cannot be measured is left out.
     """
-    measured = {"free": 0.0}
-    if (copied := measure_copy()) is not None:
-        measured["memory"] = copied[0] / 1e9
+    measured: dict[str, float] = {}
+    with suppress(OSError):
+        if (copied := measure_copy()) is not None:
+            measured["memory"] = copied[0] / 1e9
     if (rate := measure_products()) is not None:
         measured["products"] = rate / 1e9
     with suppress(OSError):

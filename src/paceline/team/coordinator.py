@@ -117,9 +117,11 @@ class Coordinator:
         self.spares.bring(agent, count - spares, spares, self.gone | self.leaving)
         self.gone.discard(agent)
         self.reserved -= {*numbers}
+        if not numbers and self.recovering == math.inf:
+            self._end_waiting(count - spares)
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
         members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
-        first = max({-1, *self.slots, *members} - servers) + 1
+        first = max({-1, *self.slots, *members, *self.reserved} - servers) + 1
         begins = self.recovering == math.inf and not (self.roster.begun or members.isdisjoint(known))
         vacant = (
             [] if known or self.recovering < math.inf else pick_ranks(self._vacant, count - spares, self.group_sizes)
@@ -128,6 +130,8 @@ class Coordinator:
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
             if number in vacant and slot.agent != agent:
                 self._placement.vacate(number)
+                if not self.roster.is_founding:  # its last process was lost, or has left
+                    slot = self.slots[number] = WorkerSlot("", slot.life + 1, newcomer=True)
             if slot.agent not in (agent, ""):
                 continue
             self.version += slot.agent != agent or number in vacant
@@ -142,11 +146,13 @@ class Coordinator:
     @property
     def _vacant(self) -> list[int]:
         """The workers of the first team that a joining host gets: no host has them, or the host of a part of a replica
-        is gone.
+        is gone, and the team does not wait for it.
         """
         have = {number for number, slot in self.slots.items() if slot.agent and slot.agent not in self.gone}
-        if not self.roster.is_founding and self.roster.replica_size == 1:
-            return []
+        if not self.roster.is_founding:
+            if self.roster.replica_size == 1:
+                return []
+            have |= {*self.roster.members}
         return [number for number in self.first if number not in have | self.reserved]
 
     def _store_of_first(self, agent: str) -> tuple[str, int] | None:
@@ -178,7 +184,7 @@ class Coordinator:
         changed = []
         for number, report in workers.items():
             slot = self.slots.get(number)
-            if slot is not None and not slot.agent and number in self._vacant:
+            if slot is not None and not slot.agent and agent not in self.leaving and number in self._vacant:
                 slot.agent = agent  # it is back before another host has come
                 self.version += 1
             if slot is None or slot.agent != agent:
@@ -268,12 +274,22 @@ class Coordinator:
             self._fail(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})")
         else:
             self._go_back(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", seconds)
+        self._blame(agent, lost, why)
 
     def _await(self, agent: str, lost: list[int], why: str) -> None:
         self.awaited[agent] = self._now + AWAITED, why
         what = "a copy of its state" if len(lost) == 1 else "copies of their states"
         been, others = f"{ranks(lost)} may be lost ({why})", "server" if lost[0] >= SERVERS else "worker"
         self._say(f"{been}, and no other {others} has {what}: the run waits for {AWAITED:.0f} s")
+
+    def _end_waiting(self, count: int) -> None:
+        """Takes silent hosts for lost that have the last replica, since a host has come that can replace their workers
+        by its `count` workers.
+        """
+        for agent, (until, why) in [*self.awaited.items()]:
+            members = [n for n in self.roster.members if n in self.slots and self.slots[n].agent == agent]
+            if 0 < len(members) <= count and self._can_go_back and not self._survivors(members):
+                self.lost_agent(agent, why, AWAITED - (until - self._now), ended=True)
 
     def bye(self, agent: str) -> None:
         """Handles an agent that ends because all its workers have ended."""
@@ -542,10 +558,9 @@ class Coordinator:
         self.record("lost", workers=lost, why=why, step=self.step)
         self.order, self._leaving_members, self._restoring_servers, self.coming = None, set(), set(), {}
         self._new_exceptions, self._judge_due = [], math.inf
-        self._delayed_starts.clear()
         self._start_anew(self.first, [number for number, slot in self.slots.items() if slot.alive])
         for number, slot in self.slots.items():
-            if slot.agent in self.gone:
+            if slot.agent in self.gone | self.leaving:
                 self._placement.vacate(number)
         self._back_since = self._now - detection if self._back_since is None else self._back_since
         self._back_why = f"{ranks(lost)} {why}, and no replica was left"
@@ -664,29 +679,30 @@ class Coordinator:
             self._lose_servers([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
-        if not left and not failure and restarts and self._can_go_back:
+        goes_back = not (left or failure or slot.newcomer) and restarts and self._can_go_back
+        if goes_back:
             self._go_back([number], why)
-            return True
-        if not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
+        elif not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
             return False
-        pause = pause_of(slot)
-        soon = f"; it is restarted in {pause:.0f} s" if pause else ""
-        self._lose([number], why, soon if restarts else "; it is not restarted")
+        else:
+            pause = pause_of(slot)
+            soon = f"; it is restarted in {pause:.0f} s" if pause else ""
+            self._lose([number], why, soon if restarts else "; it is not restarted")
         if blames_host(report):
             self._blame(slot.agent, [number], f"{ranks([number])} {why}")
-        if restarts:
+        if restarts and not goes_back:
             self._restart(number)
         return True
 
     # ---- hosts that fail
 
-    def refuses(self, agent: str, host: str, earlier: Iterable[Failure]) -> str:
+    def refuses(self, agent: str, host: str, earlier: Iterable[Failure], numbers: Iterable[int] = ()) -> str:
         """Why an agent cannot join because of its host, which has failed too often; an empty text if it can. `earlier`:
-        failures that the host remembers of other runs.
+        failures that the host remembers of other runs; `numbers`: its workers, if it has them already.
         """
         why = self.hosts.join(agent, host, earlier)
         if not why and self.hosts.is_due(host) and self.recovering == math.inf:
-            self._exclude(host)
+            self._exclude(host, numbers)
         return self.hosts.excluded.get(host, "")
 
     def _blame(self, agent: str, workers: list[int], why: str) -> None:
@@ -694,19 +710,19 @@ class Coordinator:
         host = self.hosts.agents.get(agent, "")
         if not host:
             return
-        at, _ = self.hosts.add(agent, why)
-        self.record("host", host=host, kind="failure", text=why, since=at, workers=workers, step=self.step)
+        at, text = self.hosts.add(agent, why)
+        self.record("host", host=host, kind="failure", text=text, since=at, workers=workers, step=self.step)
         self.version += 1
         if self.hosts.is_due(host):
             self._exclude(host)
 
-    def _exclude(self, host: str) -> None:
-        """Leaves a host out of the run, unless the run needs its workers."""
+    def _exclude(self, host: str, joining: Iterable[int] = ()) -> None:
+        """Leaves a host out of the run, unless the run needs its workers, some of which may be `joining`."""
         agents = self.hosts.agents_of(host)
         numbers = [number for number, slot in self.slots.items() if slot.agent in agents]
         alive = [number for number in numbers if self.slots[number].alive]
-        left = self._survivors(numbers) if self.roster.begun else {*self.roster.members} - {*numbers}
         text = describe(self.hosts.failures[host])
+        left = self._left_without({*numbers, *joining})
         if len(left) < max(1, self.min_workers) or any(number >= SERVERS for number in alive):
             if host not in self.hosts.spared:
                 self.hosts.spared.add(host)
@@ -720,6 +736,15 @@ class Coordinator:
             how = "leaves with its host" if len(alive) == 1 else "leave with their host"
             self._lose(alive, how)
         self.version += 1
+
+    def _left_without(self, numbers: Collection[int]) -> Collection[int]:
+        """The members that could go on without these workers of a host. The first team begins with all of its workers:
+        without some of them, or while hosts are missing for it, nobody could.
+        """
+        if not self.roster.is_founding:
+            return self._survivors(numbers)
+        members = self.roster.members
+        return () if self._vacant or not {*members}.isdisjoint(numbers) else members
 
     def _restart(self, number: int) -> None:
         """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team, or

@@ -119,7 +119,7 @@ class Service:
         self._stack_requests = StackRequests(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
-        self._newest_trouble: dict[str, float] = {}  # by agent: Unix seconds of its last one in the journal
+        self._troubles: dict[str, set[tuple[float, str, str]]] = {}  # by agent: those of its last report
 
     # ---- requests
 
@@ -154,7 +154,7 @@ class Service:
             why = f"{agent} has a different {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
         machine, earlier = request.get("machine") or request["host"], request.get("failures") or ()
-        if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier)):
+        if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier), request["numbers"]):
             self._publish()
             raise RefusalError(FORBIDDEN, reasons)
         (host, port), (number, members) = request["standby"], request["generation"]
@@ -207,9 +207,10 @@ class Service:
     def _take_troubles(self, session: Session, troubles: Sequence[tuple[float, str, str]]) -> None:
         """Journals what an agent has noticed of its host, each trouble once."""
         host = self._coordinator.hosts.agents.get(session.agent, session.host)
-        for at, kind, text in troubles:
-            if at > self._newest_trouble.get(session.agent, 0.0):
-                self._newest_trouble[session.agent] = at
+        known, newest = self._troubles.get(session.agent, set()), [(at, kind, text) for at, kind, text in troubles]
+        self._troubles[session.agent] = {*newest}
+        for at, kind, text in newest:
+            if (at, kind, text) not in known:
                 self._record("host", host=host, kind=kind, text=text, since=at)
 
     def _answer_stacks(self, request: Mapping[str, Any]) -> Any:

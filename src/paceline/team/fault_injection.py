@@ -148,10 +148,12 @@ class FaultInjector:
     def _may_fire(self, fault: Fault, members: int) -> bool:
         fired = read_log(self._folder)
         before = self._all[: self._all.index(str(fault))]
-        until = {True: self._now() - ASLEEP, False: self._formed}
-        lasts = {entry["fault"]: entry["fault"].startswith(LASTING) for entry in fired}
-        over = {entry["fault"] for entry in fired if float(entry["at"]) < until[lasts[entry["fault"]]]}
-        return members > 1 and over >= {*before}
+        ended = self._now() - ASLEEP  # faults that are over by themselves, and began before this time, are over
+
+        def is_over(entry: dict[str, Any]) -> bool:
+            return float(entry["at"]) < (ended if entry["fault"].startswith(LASTING) else self._formed)
+
+        return members > 1 and {entry["fault"] for entry in fired if is_over(entry)} >= {*before}
 
     def _log(self, fault: Fault, step: int, **more: Any) -> None:
         entry = {"at": self._now(), "fault": str(fault), "reached": step, **asdict(fault), **more}

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.base.console import in_one_line
 from paceline.base.text import plural
 from paceline.team.worker_slots import WorkerReport
 
 LEFT_OUT = 79  # exit code of an agent whose host is left out of the run
 FORBIDDEN = 403  # HTTP status of the answer to an agent whose host is left out
 SHOWN = 4  # newest reasons that are shown
+LONGEST = 300  # characters of a reason
 ACCELERATOR = "AcceleratorError"  # the exception of torch for errors of a GPU
 Failure = tuple[float, str]  # Unix seconds, and what happened
 
@@ -64,7 +66,7 @@ class HostFailures:
 
     def add(self, agent: str, why: str) -> Failure:
         """Counts a failure of an agent's host, and returns it with its time."""
-        failure = round(self.clock(), 3), why
+        failure = round(self.clock(), 3), in_one_line(why)[:LONGEST]  # as the host remembers it
         self.failures.setdefault(self.agents.get(agent, ""), []).append(failure)
         return failure
 

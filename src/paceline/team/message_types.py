@@ -21,6 +21,7 @@ Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # a number of objects that the rec
 PositiveCount = Annotated[int, Meta(ge=1, le=1 << 16)]
 Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Attempts = Annotated[float, Meta(ge=0, le=1 << 16)]  # in parts where several workers compute together
 Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # a worker's number as a key
 Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -63,7 +64,7 @@ STATE = form(  # of a worker, see worker_slots.WorkerReport
     | each("cause tail", list[str])
     | each("servers copies", Few)
     | {"store": Address, "replica": PositiveCount, "at": At | None, "failed": tuple[str, Count, str] | None}
-    | {"wrong": Seconds}
+    | {"wrong": Attempts}
     | {"since": Seconds, "status": Code | None, "round": ROUND | None},
 )
 SAME = form(  # a report whose other fields are the same as in the last one
@@ -143,7 +144,7 @@ EVENTS: dict[str, Any] = {
     "loaders": form({"pids": list[Annotated[int, Meta(ge=1, le=2**31)]]}),
     "needs": form({"plans": list[tuple[str, list[Count]]], "besides": int}),
     "saved": form({"step": Count}),
-    "corrupted": form({"attempts": Seconds}),
+    "corrupted": form({"attempts": Attempts}),
 }
 
 # ---- messages of an agent to its worker: a generation, or one of these

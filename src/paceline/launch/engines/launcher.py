@@ -220,7 +220,7 @@ class Launcher:
             workers = host.spec.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token, "spare": host.spec.spare}
             job |= {
-                "preflight": self._preflight is not None,
+                "preflight": self._preflight is not None and not self._checked,
                 "files": len(self._job.files),
                 "call": len(self._job.call),
                 "tunnel": self._engine.way(host.spec),
@@ -253,7 +253,7 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
-            "slow": self._preflight.slow.get(host.spec.name, []) if self._preflight is not None else [],
+            "slow": self._preflight.slow.pop(host.spec.name, []) if self._preflight is not None else [],
             "size": self._size if host.first else 0,
         }
         host.ordered, host.pause = True, 0.0
@@ -269,9 +269,13 @@ class Launcher:
         host.losses += host.begun and host.end is not None and host.end.passing
         if host.first or self.stop_signal is not None:
             return
-        if host.code == LEFT_OUT or host.losses >= (self._job.options.get("exclude_after") or math.inf):
-            self._replace(host)
-            return
+        is_left_out = host.code == LEFT_OUT
+        if is_left_out or host.losses >= (self._job.options.get("exclude_after") or math.inf):
+            if self._replace(host):
+                return
+            if is_left_out:
+                self._say(f"{host.spec.name} is left out, and {self._engine.name} has no other host for this run")
+                return
         if not (host.end and host.end.passing):
             if host.replaces and not host.ordered:
                 why = host.last or f"exit code {host.code}"
@@ -283,16 +287,16 @@ class Launcher:
         host.pause = min(LATEST, 2 * host.pause) or AGAIN
         host.due = time.monotonic() + host.pause
 
-    def _replace(self, host: _Host) -> None:
-        """Asks the engine for another host instead of one that is left out."""
-        name, engine = host.spec.name, self._engine.name
+    def _replace(self, host: _Host) -> bool:
+        """Asks the engine for another host instead of one that is left out. Returns whether the engine has others."""
+        name = host.spec.name
         spec = None if self._hosts[0].over else self._engine.another(host.spec)
         if spec is None:
-            self._say(f"{name} is left out, and {engine} has no other host for this run")
-            return
-        self._say(f"{name} is left out; {engine} was asked for another host")
+            return False
+        self._say(f"{name} is left out; {self._engine.name} was asked for another host")
         self._hosts.append(_Host(spec, first=False, replaces=name))
         self._start(self._hosts[-1])
+        return True
 
     def _close(self, host: _Host) -> None:
         """Kills the local process of a host. Its agent sees the end of its input, and ends too."""
@@ -381,9 +385,10 @@ class Launcher:
 
     def _set_size(self, are_all: bool) -> None:
         """Sets the number of workers with which the run begins, if its plan needs more than the first host has.
-        PlanError: `are_all` hosts known, and they have too few.
+        PlanError: `are_all` hosts known, and they have too few. Workers of spare hosts are not among these.
         """
-        text, counts = self._job.options.get("plan"), [host.like["workers"] for host in self._hosts if host.like]
+        counts = [host.like["workers"] for host in self._hosts if host.like and not host.spec.spare]
+        text = self._job.options.get("plan")
         if text is None or len(self._hosts) == 1:
             return
         plan, total = Plan.parse(text), sum(counts)

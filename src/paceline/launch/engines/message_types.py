@@ -45,7 +45,7 @@ ASKED: Any = form({"measure": At})  # the link to another host
 AGENT_MESSAGES: dict[str, Any] = {
     "ready": form({}),
     "like": form(each("script python torch paceline", str), {"workers": PositiveCount}),
-    "figures": form({"at": At, "clock": Seconds, "free": Amount}, each("memory products flush", Amount)),
+    "figures": form({"at": At, "clock": Seconds}, each("memory products flush free", Amount)),
     "link": form({}, {"rate": Amount, "latency": Seconds, "refused": str}),
     "listens": form({"address": tuple[str, Port]}),
     "value": form({"data": Annotated[str, Meta(pattern=_BASE64)]}),

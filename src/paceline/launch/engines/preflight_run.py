@@ -141,8 +141,8 @@ class Preflight:
             if "refused" in link:
                 self._say(f"{one} cannot reach {other} ({link['refused']})")
         for name, figures in self._figures.items():
-            if figures["free"] < LEAST_FREE:
-                self._say(f"{name} has only {figures['free']:.1f} GB free for the run folder")
+            if (free := figures.get("free", math.inf)) < LEAST_FREE:
+                self._say(f"{name} has only {free:.1f} GB free for the run folder")
             usual = (
                 median(other for key, other in self._clocks.items() if key != name) if len(self._clocks) > 1 else 0.0
             )

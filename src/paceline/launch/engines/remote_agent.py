@@ -107,7 +107,7 @@ def _measured(launcher_input: io.RawIOBase, options: LaunchOptions) -> Any:
     """Measures this host, and its links as the launcher asks for them. Returns the order to begin."""
     endpoint, listener = offer_links()
     with listener:
-        _say("figures", at=endpoint, clock=time.time(), **figures(Path(options.run_dir or ".")))
+        _say("figures", at=endpoint, **figures(Path(options.run_dir or ".")), clock=time.time())
         while (order := read_order(launcher_input.readline() or b"null")) is not None and "measure" in order:
             _say("link", **measure_link(*order["measure"]))
         with suppress(OSError):
