@@ -1,4 +1,4 @@
-"""Trains on packed documents of unequal length: `packed.py OUT own|llama`, with the plan of the command."""
+"""Trains on packed documents of unequal length: `packed.py OUT own|llama [METHOD]`, with the plan of the command."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def main() -> None:
-    out, name, method = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    given, name, method = (*sys.argv[1:], "best-fit")[:3]
+    out = Path(given)
     rows = paceline.data.pack(documents(), LENGTH, method)
     trainer = paceline.Trainer(
         MODELS[name],

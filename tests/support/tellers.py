@@ -289,7 +289,7 @@ def launcher() -> Any:
     options = {"script": "train.py", "arguments": ["--size", "1"], "environment": {"A": "1"}, "keep": 2, "heal": "1"}
     engine = fake(way=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
     vars(one).update(_job=HostJob(options, "python", "~/a", files=b"abc"), _token="ab", _engine=engine, _listens="a:1")
-    vars(one).update(sent=[], value=bytearray(), _hosts=[fake(spec=Host("a"))])
+    vars(one).update(sent=[], value=bytearray(), _hosts=[fake(spec=Host("a"))], _preflight=None)
     one._send = lambda _, data: one.sent.append(data.partition(b"\n")[0])
     return one
 

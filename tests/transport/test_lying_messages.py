@@ -242,7 +242,7 @@ def use(path: str, said: Any) -> None:
 def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> Agent:
     """An agent with a worker that takes these orders."""
     agent = Agent.__new__(Agent)
-    worker = SimpleNamespace(alive=True, life=0, tell=tell, serves=False, events={})
+    worker = SimpleNamespace(rank=0, alive=True, life=0, tell=tell, serves=False, events={})
     worker.process = SimpleNamespace(signal=lambda _: None)
     again: Callable[..., None] = lambda *_: None
     workers = SimpleNamespace(all=[worker], now={0: worker}, lose=again, again=again, start=again, preparing=False)

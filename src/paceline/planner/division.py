@@ -237,8 +237,8 @@ class Division:
 
     def _header(self, number: int) -> int:
         """Returns the bytes of the header of a message behind this block: the forms of the results so far."""
-        forms = [figures.form for figures in self._figures[: number + 1]]
-        return max(HEAD, 8 + len(json.dumps([forms, [], [["float32", [*forms[-1:]], True]]])))
+        forms = [[figures.form, []] for figures in self._figures[: number + 1]]
+        return max(HEAD, 8 + len(json.dumps([forms, [], [["float32", [*forms[-1][:1]], True]]])))
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

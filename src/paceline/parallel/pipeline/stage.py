@@ -247,6 +247,7 @@ class Pipeline:
         )
         options = self._inputs, self._stand_ins, self._wanted, on_first_block, self.job.device, self._hooks
         self._forward_mode = mode = StageForwardMode(local_blocks, *options, self._surveys)
+        mode.redistributors = [one for one in self.job.redistributors if one is not None]
         mode.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
         slots = [(module, key, stand_in) for home, module, key, stand_in in self._slots if home < stage]
         removed = nullcontext() if self._surveys else self._hooks.removed_if_cut_off(StageBoundaryError)

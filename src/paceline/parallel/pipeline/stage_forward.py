@@ -23,6 +23,7 @@ from paceline.comm.torch_private import innermost_function_mode, pytree, without
 from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError, a
 from paceline.parallel.pipeline.block_hooks import BlockHooks, HookedOutput
+from paceline.parallel.tensor_parallel.redistribute import Redistributor
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import MADE, Tensor, placement_of, set_placement, tensors_in
 
@@ -104,6 +105,7 @@ class StageForwardMode(TorchFunctionMode):
         self.kept: dict[Key, Tensor] = {}
         self.needs: set[Key] = set()
         self.later: Mapping[int, str] = {}  # names of parameters that later stages have, by identity
+        self.redistributors: list[Redistributor] = []  # which send nothing for calls on stand-ins
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -201,10 +203,22 @@ class StageForwardMode(TorchFunctionMode):
             cure = "do not let values computed by a block decide what the forward does, or leave pipeline= out"
             raise UsageError(what, cure)
         draws = self._next > 0 and any(word in name for word in _DRAWS)
-        output = function(*given, **named)
+        with self._sending_if(not takes_stand_in):
+            output = function(*given, **named)
         if takes_stand_in or draws:
             self._mark_without_values(given[0] if output is None and given else output)
         return output
+
+    @contextlib.contextmanager
+    def _sending_if(self, sends: bool) -> Iterator[None]:
+        """Lets layers that `tensor=` has divided send messages only if they have values to send."""
+        for redistributor in self.redistributors:
+            redistributor.sends = sends
+        try:
+            yield
+        finally:
+            for redistributor in self.redistributors:
+                redistributor.sends = True
 
     def _refuse_later(self, tensors: Iterator[Tensor]) -> None:
         """Raises UsageError if a parameter outside of blocks is used on a stage before the first stage that has it."""

@@ -179,14 +179,21 @@ def summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
     return in_memory_order.permute(back)
 
 
+def _full_without_values(shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+    shape = [*shard.shape]
+    shape[placement.dim] = placement.length
+    return shard.new_zeros(()).expand(shape)
+
+
 class Redistributor:
     """Moves shards between the workers of a `unit`.
 
     `bytes_sent` counts the bytes of sums and gathers: those of the forward, and those that its backward will move.
+    With `sends` False, all workers compute without values, and sums and full tensors have only a shape.
     """
 
     def __init__(self, unit: Group) -> None:
-        self.unit, self.size, self.bytes_sent = unit, unit.size, 0
+        self.unit, self.size, self.bytes_sent, self.sends = unit, unit.size, 0, True
         self._shared: OrderedDict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = OrderedDict()
 
     def index(self, placement: ShardPlacement) -> int:
@@ -247,6 +254,8 @@ class Redistributor:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all workers' tensors; differentiable."""
+        if not self.sends:
+            return x
         self._count(x)
         return applied(_Sum, x, self.unit)
 
@@ -259,6 +268,8 @@ class Redistributor:
         """Returns the full tensor of all workers' shards for use with other shards: the backward sums its gradient over
         the unit, of which each worker gets its shard. If several functions use the tensor, it is gathered once.
         """
+        if not self.sends:
+            return _full_without_values(shard, placement)
         entry = self._shared.pop(id(shard), None)
         if entry is None or entry[0]() is not shard:
             self._count(shard, placement.count)
@@ -270,6 +281,8 @@ class Redistributor:
 
     def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns the full tensor of all workers' shards; differentiable."""
+        if not self.sends:
+            return _full_without_values(shard, placement)
         self._count(shard)
         return applied(_Join, shard, self, placement)
 
@@ -345,7 +358,7 @@ class DryRunRedistributor(Redistributor):
     """Tracks placements in one process without moving data: tensors marked as sharded stay full."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.bytes_sent = size, 0
+        self.size, self.bytes_sent, self.sends = size, 0, True
 
     def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
         """The full shape: nothing is divided."""
