@@ -35,6 +35,7 @@ from paceline.base.environment import (
     SlurmJob,
     began,
     gpus,
+    host_name,
     inherited_warm,
     is_raw,
     pulse_descriptor,
@@ -55,6 +56,7 @@ from paceline.errors import UsageError
 from paceline.launch.tuning import HUGE, surround
 from paceline.plan import Plan
 from paceline.session.training_loop import RegisteredTrainer
+from paceline.team.host_failures import LEFT_OUT
 
 SOURCE = ROOT / "src" / "paceline"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -447,6 +449,9 @@ def asked() -> Iterator[str]:
     inside = Asked(PACELINE_TUNNEL="127.64.0.1=/asked")
     assert tunnel(inside) == ("127.64.0.1", "/asked")
     yield from inside.names
+    named = Asked(PACELINE_HOST="node-7")
+    assert host_name(named) == "node-7"
+    yield from named.names
     assert 'variable("PACELINE_AGAIN")' in (SOURCE / "launch" / "local.py").read_text()
     yield "PACELINE_AGAIN"
 
@@ -535,4 +540,5 @@ def test_exit_codes(row: str, code: int, script: str, options: list[str], number
 
 
 def test_every_exit_code_of_the_table_is_tested() -> None:
-    assert {row[0] for row in rows(text("docs/reference/exit-codes.md"))} == {row for row, *_ in CODES}
+    of_hosts = {str(LEFT_OUT)}  # tests/elastic/test_exclude_after.py
+    assert {row[0] for row in rows(text("docs/reference/exit-codes.md"))} == {row for row, *_ in CODES} | of_hosts

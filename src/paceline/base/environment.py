@@ -559,11 +559,11 @@ def offer_nccl_interface(name: str) -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
 
 
-def host_name() -> str:
+def host_name(env: Mapping[str, str] = os.environ) -> str:
     """Returns the name under which the failures of this host are counted. Pods are named after other things than their
     host, so launchers set a variable.
     """
-    return os.environ.get("PACELINE_HOST") or socket.gethostname()
+    return env.get("PACELINE_HOST") or socket.gethostname()
 
 
 def outside_of_slurm() -> list[str]:
