@@ -91,5 +91,7 @@ def test_workers_of_other_kinds_may_differ_by_rounding_alone() -> None:
     assert first_difference(one, content("b", flipped), 0.25) == "weight"
     assert first_difference(one, content("b", weight, loss=3.0), 0.25) == FIGURES
     assert first_difference(one, content("b", weight, loss=float("nan")), 0.25) == FIGURES
+    without = {**content("b", weight), "sketches": {FIGURES: [1.0, 1.0, 8.0]}}  # it has no gradient
+    assert first_difference(one, without, 0.25) == first_difference(without, one, 0.25) == "weight"
     nothing = content("a", zeros, float("nan")), content("b", zeros, float("nan"))
     assert first_difference(*nothing, 0.25) == ""

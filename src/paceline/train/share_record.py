@@ -102,8 +102,10 @@ def first_difference(one: Content, other: Content, tolerance: float) -> str:
         return next((name for name, digest in one["digests"].items() if digest != digests.get(name)), "")
     sketches = one["sketches"]
     norm = math.hypot(*(numbers[0] for name, numbers in sketches.items() if name != FIGURES))
-    for name, numbers in sketches.items():
-        others = other["sketches"][name]
+    for name in dict.fromkeys([*sketches, *other["sketches"]]):
+        numbers, others = sketches.get(name), other["sketches"].get(name)
+        if numbers is None or others is None:  # only one of them has a gradient
+            return str(name)
         sizes = numbers[0], others[0], 0.0 if name == FIGURES else _LEAST * norm
         scale = max(size for size in (0.0, *sizes) if math.isfinite(size))
         if any(not _near(a, b, tolerance * scale) for a, b in zip(numbers, others, strict=True)):
