@@ -11,10 +11,14 @@ it.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import secrets
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 NONCE, PROOF, SEAL = 16, 32, 16  # bytes
@@ -67,6 +71,35 @@ def introduce(
     caller_nonce = caller_nonce or make_nonce()
     link.sendall(prove_caller(key, nonce, caller_nonce, text))
     return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, caller_nonce))
+
+
+def receive_exactly(link: socket.socket, length: int) -> bytearray:
+    """Receives so many bytes, also on a connection with a timeout. OSError: the connection is broken."""
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        if not (received := link.recv_into(view)):
+            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
+        view = view[received:]
+    return data
+
+
+def greet(link: socket.socket, key: bytes) -> tuple[bytes, bytes] | None:
+    """Waits for the greeting of a caller that uses `introduce`, and answers it.
+
+    Returns the nonces of both ends, or None if the caller does not have the key. OSError: the connection is broken, or
+    the caller took too long.
+    """
+    link.settimeout(HELLO)
+    nonce = make_nonce()
+    link.sendall(nonce)
+    greeting = bytes(receive_exactly(link, NONCE + PROOF))
+    caller = read_caller(key, nonce, greeting)
+    if caller is None:
+        return None
+    link.sendall(caller[0])
+    link.settimeout(None)
+    return nonce, greeting[:NONCE]
 
 
 class MessageSeals:
@@ -124,3 +157,36 @@ class NewConnections(Generic[Opened]):
     def late(self, now: float) -> list[Opened]:
         """Returns the connections that took too long."""
         return [one for one, (since, _) in self._since.items() if now - since > HELLO]
+
+
+def serve_callers(
+    listener: socket.socket, key: Callable[[], bytes], serve: Callable[[socket.socket, bytes, bytes], None], name: str
+) -> None:
+    """Accepts connections in threads with this name, until the listener is shut down.
+
+    Each caller that has the key is handed to `serve` with the nonces of `greet`; its connection is closed afterwards.
+    """
+    strangers, lock = NewConnections[socket.socket](), threading.Lock()
+
+    def meet(link: socket.socket) -> None:
+        with link, suppress(OSError):
+            try:
+                nonces = greet(link, key())
+            finally:
+                with lock:
+                    strangers.go(link)
+            if nonces is not None:
+                serve(link, *nonces)
+
+    def accept() -> None:
+        with suppress(OSError):  # the listener was shut down
+            while True:
+                link, address = listener.accept()
+                with lock:
+                    oldest = strangers.come(link, address[0], time.monotonic())
+                if oldest is not None:
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                threading.Thread(target=meet, args=(link,), name=name, daemon=True).start()
+
+    threading.Thread(target=accept, name=name, daemon=True).start()

@@ -15,7 +15,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,14 +22,12 @@ from typing import Any
 
 from paceline.base.environment import way_to
 from paceline.base.handshake import (
-    HELLO,
     NONCE,
-    PROOF,
     MessageSeals,
-    NewConnections,
     introduce,
     make_nonce,
-    read_caller,
+    receive_exactly,
+    serve_callers,
 )
 from paceline.base.memory import machine_memory
 from paceline.base.schema import read_message
@@ -62,24 +59,14 @@ class _Wire:
 
     def receive(self) -> bytearray:
         """Receives a message. OSError: the connection is broken, or the seal is wrong."""
-        (length,) = _LENGTH.unpack(_exactly(self.link, _LENGTH.size))
+        (length,) = _LENGTH.unpack(receive_exactly(self.link, _LENGTH.size))
         if length > machine_memory():
             raise ConnectionError(errno.EPROTO, "a message is too long")
-        part = _exactly(self.link, length)
+        part = receive_exactly(self.link, length)
         expected = self._received_seals.next(part)
-        if not secrets.compare_digest(_exactly(self.link, len(expected)), expected):
+        if not secrets.compare_digest(receive_exactly(self.link, len(expected)), expected):
             raise ConnectionError(errno.EPROTO, "the seal of a message is wrong")
         return part
-
-
-def _exactly(link: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        if not (received := link.recv_into(view)):
-            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
-        view = view[received:]
-    return data
 
 
 class MemoryServer:
@@ -92,10 +79,10 @@ class MemoryServer:
         self._folder, self._key = Folder(path), key
         self._listener = socket.create_server((host, 0))
         self.at: At = (host, self._listener.getsockname()[1], secrets.token_hex(16))
-        self._strangers, self._lock = NewConnections[socket.socket](), threading.Lock()
+        self._lock = threading.Lock()
         self._digests: dict[Path, tuple[tuple[int, int], str]] = {}  # of files, with their times and sizes
         self._hashing: dict[Path, threading.Lock] = {}  # held while a file's digest is computed
-        threading.Thread(target=self._accept, name="paceline-memory", daemon=True).start()
+        serve_callers(self._listener, lambda: key(self.at[2]), self._serve, "paceline-memory")
 
     def close(self) -> None:
         """Ends the serving; connections end with the process."""
@@ -103,39 +90,11 @@ class MemoryServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, address = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                instead = self._strangers.come(link, address[0], time.monotonic())
-            if instead is not None:
-                instead.close()
-            threading.Thread(target=self._serve, args=(link,), name="paceline-memory", daemon=True).start()
-
-    def _serve(self, link: socket.socket) -> None:
-        with link, suppress(OSError, FormatError):
-            try:
-                wire = self._greet(link)
-            finally:
-                with self._lock:
-                    self._strangers.go(link)
-            while wire is not None:
+    def _serve(self, link: socket.socket, nonce: bytes, caller_nonce: bytes) -> None:
+        wire = _Wire(link, _seals(self._key(self.at[2]), nonce, caller_nonce, calls=False))
+        with suppress(FormatError):
+            while True:
                 self._answer(wire, read_message(bytes(wire.receive()), dict[str, Any], "a request for memory"))
-
-    def _greet(self, link: socket.socket) -> _Wire | None:
-        link.settimeout(HELLO)
-        nonce, key = make_nonce(), self._key(self.at[2])
-        link.sendall(nonce)
-        greeting = bytes(_exactly(link, NONCE + PROOF))
-        caller = read_caller(key, nonce, greeting)
-        if caller is None:
-            return None
-        link.sendall(caller[0])
-        link.settimeout(None)
-        return _Wire(link, _seals(key, nonce, greeting[:NONCE], calls=False))
 
     def _answer(self, wire: _Wire, request: dict[str, Any]) -> None:
         data: bytes | None = None
@@ -252,7 +211,7 @@ class _OtherHost:
     def _connect(self) -> _Wire:
         with ExitStack() as stack:
             link = stack.enter_context(socket.create_connection(way_to(*self.at[:2]), PATIENCE))
-            key, nonce, caller_nonce = self._key(self.at[2]), bytes(_exactly(link, NONCE)), make_nonce()
+            key, nonce, caller_nonce = self._key(self.at[2]), bytes(receive_exactly(link, NONCE)), make_nonce()
             if not introduce(link, key, nonce, caller_nonce=caller_nonce):
                 raise ConnectionError(errno.EACCES, "the other host does not know the token")
             stack.pop_all()

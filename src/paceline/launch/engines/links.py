@@ -5,21 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 from paceline.base.environment import reached_at
-from paceline.base.handshake import (
-    HELLO,
-    NONCE,
-    PROOF,
-    NewConnections,
-    introduce,
-    make_nonce,
-    read_caller,
-)
+from paceline.base.handshake import NONCE, introduce, serve_callers
 from paceline.base.schema import read_message
 from paceline.errors import FormatError
 from paceline.launch.preflight import own_address
@@ -36,50 +26,20 @@ def offer_links() -> tuple[list[Any], socket.socket]:
     """
     address, secret = reached_at() or own_address(), secrets.token_hex(16)
     listener = socket.create_server((address, 0))
-    threading.Thread(target=_listen, args=(listener, secret), daemon=True).start()
+    serve_callers(listener, secret.encode, _take, "paceline-links")
     return [address, listener.getsockname()[1], secret], listener
 
 
-def _listen(listener: socket.socket, secret: str) -> None:
-    strangers = NewConnections[socket.socket]()
-    while True:
-        try:
-            connection, address = listener.accept()
-        except OSError:  # it was shut down
-            return
-        if (oldest := strangers.come(connection, address[0], time.monotonic())) is not None:
-            with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-        threading.Thread(target=_take, args=(connection, secret.encode(), strangers), daemon=True).start()
-
-
-def _take(connection: socket.socket, key: bytes, strangers: NewConnections[socket.socket]) -> None:
+def _take(connection: socket.socket, *_: bytes) -> None:
     """Receives bytes of another host and answers with their rate, in bytes a second."""
     came: list[tuple[float, int]] = []
-    with suppress(OSError), connection:
-        try:
-            proof = _greet(connection, key)
-        finally:
-            strangers.go(connection)
-        if proof is None:
-            return
-        connection.sendall(proof)
-        while data := connection.recv(BUFFER):
-            came.append((time.monotonic(), len(data)))
-        later = came[int(BEGINNING * len(came)) :]
-        seconds = later[-1][0] - later[0][0] if later else 0.0
-        rate = sum(size for _, size in later[1:]) / seconds if seconds > 0 else 0.0
-        connection.sendall(json.dumps(rate).encode())
-
-
-def _greet(connection: socket.socket, key: bytes) -> bytes | None:
-    """Checks that the caller has the key. Returns our proof for it, or None if it has not."""
-    nonce = make_nonce()
-    connection.settimeout(HELLO)
-    connection.sendall(nonce)
-    known = read_caller(key, nonce, connection.recv(NONCE + PROOF, socket.MSG_WAITALL))
     connection.settimeout(ANSWER)
-    return None if known is None else known[0]
+    while data := connection.recv(BUFFER):
+        came.append((time.monotonic(), len(data)))
+    later = came[int(BEGINNING * len(came)) :]
+    seconds = later[-1][0] - later[0][0] if later else 0.0
+    rate = sum(size for _, size in later[1:]) / seconds if seconds > 0 else 0.0
+    connection.sendall(json.dumps(rate).encode())
 
 
 def measure_link(address: str, port: int, secret: str) -> dict[str, Any]:
