@@ -23,8 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import paceline
 from paceline.base.batching import stream_seed
-from paceline.data.order import sample_index
-from paceline.data.sampler_order import SamplerOrder, in_order, parts_of
+from paceline.data.order import in_order, sample_index
+from paceline.data.sampler_order import SamplerOrder, parts_of
 from paceline.errors import DatasetError, PacelineError, UsageError
 
 

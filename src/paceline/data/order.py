@@ -29,6 +29,11 @@ class _Cipher(NamedTuple):
     keys: tuple[tuple[int, int], ...]
 
 
+def in_order(position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
+    """Returns the position itself: the order of the dataset."""
+    return position
+
+
 @overload
 def sample_index(position: int, size: int, seed: int = 0, epoch: int = 0) -> int: ...
 @overload

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from paceline.base.batching import stream_seed
 from paceline.base.text import plural
 from paceline.compute.rng import RngState
-from paceline.data.order import sample_index
+from paceline.data.order import in_order, sample_index
 from paceline.errors import DatasetError, UsageError
 
 Order = Callable[..., Any]
@@ -49,7 +49,6 @@ class SamplerOrder:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler, self._name = sampler, type(sampler).__name__
-        self._epochs: dict[tuple[int, int], Any] = {}  # the rows of the last epochs, by seed and epoch
         for one in _chain(sampler):
             if isinstance(one, DistributedSampler):
                 what = f"the sampler {type(one).__name__} draws other rows in each process"
@@ -57,6 +56,7 @@ class SamplerOrder:
         first = self._draw(0, 0)
         if not np.array_equal(first, self._draw(0, 0)):
             raise UsageError(f"the sampler {self._name} draws other rows when epoch 0 is drawn again", _SEEDED)
+        self._epochs = {(0, 0): first}  # the rows of the last epochs, by seed and epoch
         self._size = len(first)
         if not self._size:
             raise DatasetError(f"the sampler {self._name} draws no rows", "check how it was created")
@@ -122,11 +122,6 @@ class FirstRows:
 
 
 DRAWN = SamplerOrder | FirstRows
-
-
-def in_order(position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
-    """The sample order of the dataset itself."""
-    return position
 
 
 @dataclass(frozen=True)

@@ -94,16 +94,16 @@ def tokenize(
     try:
         with ExitStack() as stack:
             _lock(out, stack)
-            index, before = _begin(out, source, text), " (it was already complete)"
+            index, remark = _begin(out, source, text), " (it was already complete)"
             if index is None:
-                made, before = _make(out, files, recipe, shard_tokens, workers or len(os.sched_getaffinity(0))), ""
+                made, remark = _make(out, files, recipe, shard_tokens, workers or len(os.sched_getaffinity(0))), ""
                 if not made["shards"]:
                     raise DatasetError("the inputs contain no text", "pass files that are not empty")
                 index = head | {"tokenizer": source["tokenizer"]} | made
                 _write(out / INDEX, index)
             for rest in (PROGRESS, ".lock"):
                 (out / rest).unlink(missing_ok=True)
-            return _summary(out, index) + before
+            return _summary(out, index) + remark
     except OSError as error:
         raise DatasetError(f"{out} cannot be written ({first_line(error)})", f"repair that; {AGAIN}") from error
 

@@ -23,6 +23,7 @@ from paceline.compute.microbatches import Chunk, MicroBatch, to_device
 from paceline.compute.rng import RngState
 from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Assignment, Feed, Source
+from paceline.data.order import in_order
 from paceline.errors import MetricError, UsageError, add_hint
 from paceline.evaluate.metric_objects import MetricObjects
 from paceline.parallel.tensor_parallel.script_view import metric_view
@@ -30,11 +31,6 @@ from paceline.session.error_hints import AnnotatedCallable
 from paceline.team.team import Team
 
 _STREAM = 1 << 43  # the streams of evaluation, apart from those of training
-
-
-def in_order(position: int, size: int, seed: int, epoch: int) -> int:
-    """Returns the position itself: the order of rows in evaluation."""
-    return position
 
 
 @contextmanager

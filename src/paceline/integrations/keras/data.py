@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
-from paceline.data.order import sample_index
-from paceline.data.sampler_order import in_order
+from paceline.data.order import in_order, sample_index
 from paceline.errors import DatasetError, UsageError
 
 Order = Callable[[int, int, int, int], int]
