@@ -149,12 +149,8 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     if rank and options.run_dir is not None:
         where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
-    if (
-        not rank
-        and options.plan is not None
-        and (size := Plan.parse(options.plan).first_team(workers)) <= workers * count
-    ):
-        where |= {"size": size if size > workers else 0}
+    if not rank:
+        where |= {"size": _size_over_hosts(options.plan, workers, workers * count)}
     where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
     again = variable("PACELINE_AGAIN")
     return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
@@ -164,10 +160,17 @@ def _with_size(options: LaunchOptions) -> LaunchOptions:
     """Adds the number of workers with which the run begins, if the plan needs hosts that join: as many as --min-workers
     says will come.
     """
-    if options.plan is None or options.listen is None or options.size or options.min_workers <= options.workers:
+    if options.listen is None or options.size:
         return options
-    size = Plan.parse(options.plan).first_team(options.workers)
-    return replace(options, size=size) if options.workers < size <= options.min_workers else options
+    return replace(options, size=_size_over_hosts(options.plan, options.workers, options.min_workers))
+
+
+def _size_over_hosts(plan: str | None, workers: int, most: int) -> int:
+    """Returns how many workers begin the run if the plan needs more than the `workers` of this host; 0 if it does not,
+    or needs more than `most`.
+    """
+    size = 0 if plan is None else Plan.parse(plan).first_team(workers)
+    return size if workers < size <= most else 0
 
 
 def _begin(

@@ -12,7 +12,7 @@ from statistics import median
 from paceline.base.console import in_one_line
 from paceline.base.journal import HUNG, KILLED_FOR_MEMORY, Event
 from paceline.base.text import duration, ranks
-from paceline.observe.summary import Summary, of_hosts
+from paceline.observe.summary import Summary, describe_hosts
 from paceline.observe.team_table import a_step
 from paceline.observe.timeline import flights
 from paceline.observe.usual_step import UsualStep, usual_step
@@ -76,7 +76,7 @@ def doctor(folder: Path) -> str:
         }
         faster_text = "".join(f"; {a_step(s)} {what}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
         lines.append(f"a step takes {a_step(steps.step_seconds)}{faster_text}")
-    lines += [f"{name}: {text}" for name, text in of_hosts(summary)]
+    lines += [f"{name}: {text}" for name, text in describe_hosts(summary)]
     return "\n".join(in_one_line(line) for line in [*lines, *([f"next: {diagnosis.cure}"] if diagnosis.cure else [])])
 
 

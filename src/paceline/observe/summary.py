@@ -99,7 +99,7 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.host_events = [event for event in events if event["event"] in ("host", "excluded")]
-        self.recovered = [pair for attempt in attempts for pair in _returns(attempt)]
+        self.recovered = [pair for attempt in attempts for pair in _pair_recoveries(attempt)]
         self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
         self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
@@ -364,7 +364,7 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
-def _returns(attempt: list[Event]) -> list[tuple[Event, Event]]:
+def _pair_recoveries(attempt: list[Event]) -> list[tuple[Event, Event]]:
     """Each event of a team that trains again after it went back, with the start of the attempt."""
     if not attempt or attempt[0]["event"] != "start":
         return []
@@ -531,13 +531,13 @@ def _verified(events: list[Event]) -> str:
     return plural(len(events), "step") + (f", {again} of them computed again" if again else "") if events else ""
 
 
-def _of_hardware(s: Summary) -> Rows:
+def _describe_hardware(s: Summary) -> Rows:
     """Verified steps, wrong values, and what happened to hosts."""
     wrong = [("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted]
-    return [("verified", _verified(s.verified)), *wrong, *of_hosts(s)]
+    return [("verified", _verified(s.verified)), *wrong, *describe_hosts(s)]
 
 
-def of_hosts(s: Summary) -> Rows:
+def describe_hosts(s: Summary) -> Rows:
     """The failures and troubles of each host, and why hosts were left out."""
     troubles: dict[str, Counter[str]] = {}
     for event in s.host_events:
@@ -708,7 +708,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
-            *_of_hardware(s),
+            *_describe_hardware(s),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             *(("teams", _teams(s.formed)), ("spares", _spares(s.spares))),

@@ -143,10 +143,7 @@ class Preflight:
         for name, figures in self._figures.items():
             if (free := figures.get("free", math.inf)) < LEAST_FREE:
                 self._say(f"{name} has only {free:.1f} GB free for the run folder")
-            usual = (
-                median(other for key, other in self._clocks.items() if key != name) if len(self._clocks) > 1 else 0.0
-            )
-            if abs(self._clocks[name] - usual) > APART:
-                self._say(
-                    f"the clock of {name} is {self._clocks[name] - usual:+.1f} s off the others'; set it with NTP"
-                )
+            others = [clock for key, clock in self._clocks.items() if key != name]
+            ahead = self._clocks[name] - median(others or [0.0])
+            if abs(ahead) > APART:
+                self._say(f"the clock of {name} is {ahead:+.1f} s off the others'; set it with NTP")
