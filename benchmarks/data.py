@@ -323,7 +323,7 @@ def measure(form: Format, folder: Path, options: argparse.Namespace) -> dict[str
 
 
 def missing(modules: tuple[str, ...]) -> str:
-    """The first module that cannot be imported, and why; empty if there is none."""
+    """Returns the first module that cannot be imported, and the reason; an empty text if all can be."""
     for name in modules:
         try:
             import_module(name)

@@ -11,7 +11,7 @@ A situation is a model together with a team of workers. There are three kinds of
   must run as root).
 
 By default there are 24 situations. In each, `paceline plan --try K --json` predicts all plans. It tries the K plans
-that it expects to fit and to be fastest, and tries a second time those that came close to the best.
+that are expected to fit and to be the fastest. Plans that come close to the best one are tried a second time.
 
 The output shows the errors of the predicted step seconds and of the predicted peak memory of the process. The first
 trial is left out of these, since all other predictions are corrected by it. The output also shows how much slower the
