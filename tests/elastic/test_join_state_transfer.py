@@ -228,16 +228,19 @@ def test_digests_name_the_tensors_that_differ() -> None:
     assert unpack(pack(STATE))["steps"] == 3
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=12))
-def test_state_is_sent_to_each_host_once(workers: list[tuple[int, bool]]) -> None:
-    hosts = [host for host, _ in workers]
-    holders = [number for number, (_, holds) in enumerate(workers) if holds] or [0]
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), min_size=1, max_size=12))
+def test_state_is_sent_to_each_host_once(workers: list[tuple[int, bool, bool]]) -> None:
+    hosts = [host for host, _, _ in workers]
+    prepared = [number for number, (_, _, has_most) in enumerate(workers) if has_most]
+    holders = [number for number, (_, holds, _) in enumerate(workers) if holds] or [0]
     sources = {n: holders[0] for n in range(len(workers)) if n not in holders}
     have, crossed = set(holders), []
-    for taker, source in route_transfers(sources, hosts).items():
+    for taker, source in route_transfers(sources, hosts, prepared).items():
         assert source in have
         have.add(taker)
         if hosts[source] != hosts[taker]:
             crossed.append(hosts[taker])
+            near = [number for number in prepared if hosts[number] == hosts[taker]]
+            assert taker in near or not near, "a worker that has most of it is the one that receives from another host"
     assert have == set(range(len(workers)))
     assert sorted(crossed) == sorted(set(hosts) - {hosts[holder] for holder in holders})

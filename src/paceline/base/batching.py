@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -479,18 +479,18 @@ def resolve(team: Sequence[Sequence[Status]]) -> Resolution:
     return Resolution(step, frozenset(forward), sources)
 
 
-def route_transfers(sources: Mapping[int, int], hosts: Sequence[int]) -> dict[int, int]:
+def route_transfers(sources: Mapping[int, int], hosts: Sequence[int], prepared: Collection[int] = ()) -> dict[int, int]:
     """Chooses from whom each worker receives the state, {receiver: sender}; transfers happen one after another.
 
     `hosts` has each worker's host. A worker receives from one of its own host, if a worker there has the state by then,
-    so that the state crosses the network once per host.
+    so that the state crosses the network once per host. The `prepared` have most of it, and therefore receive first.
     """
     near: dict[int, list[int]] = {}
     for worker, host in enumerate(hosts):
         if worker not in sources:
             near.setdefault(host, []).append(worker)
     routes: dict[int, int] = {}
-    for taker, source in sources.items():
+    for taker, source in sorted(sources.items(), key=lambda route: route[0] not in prepared):
         senders = near.setdefault(hosts[taker], [])
         routes[taker] = senders[len(routes) % len(senders)] if senders else source
         senders.append(taker)

@@ -74,7 +74,7 @@ class Gpus:
         if not gpus():
             return
         try:
-            import pynvml  # type: ignore[import-untyped]
+            import pynvml
         except ImportError:
             return
         try:

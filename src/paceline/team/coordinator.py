@@ -17,7 +17,7 @@ from typing import Any
 from paceline.base.environment import SERVERS
 from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural, ranks
-from paceline.team.agent_commands import Coming
+from paceline.team.agent_commands import At, Coming
 from paceline.team.host_failures import Failure, HostFailures, blames_host, describe
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
@@ -587,7 +587,7 @@ class Coordinator:
         """Lets newcomers wait for the next generation. On a host where no worker has the state, the first newcomer
         receives it before.
         """
-        roster, coming, served = self.roster, Coming(), set[str]()
+        roster, served = self.roster, dict[str, tuple[int, At]]()  # of each host, the newcomer that receives the state
         new = {n: slot for n, slot in self.slots.items() if slot.newcomer and slot.alive and slot.report.waiting}
         have = {self.slots[number].agent for number in roster.established if number in self.slots}
         have |= {slot.agent for slot in new.values() if slot.report.current or slot.report.at is None}
@@ -601,9 +601,9 @@ class Coordinator:
                 roster.waits(number)
             elif slot.spare and not self.spares.needs_copy(number, roster):
                 continue
-            elif at is not None and slot.agent not in served:
-                coming[number] = at
-                served.add(slot.agent)
+            elif at is not None and (slot.agent not in served or number in self.coming):
+                served[slot.agent] = number, at
+        coming = dict(served.values())
         self._note_spares()
         self.version += coming != self.coming
         self.coming = coming

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Never
@@ -443,7 +443,7 @@ class Transactions:
         self.reach("forming")
         status = tx.status
         admits = attempt is not None and attempt.admits
-        statuses = group.gather_json([status.done, status.applied, status.sums, admits])
+        statuses = group.gather_json([status.done, status.applied, status.sums, admits, self._followed])
         team = [[Status(*statuses[rank][:3]) for rank in replica] for replica in group.mesh.replicas]
         try:
             resolution = resolve(team)
@@ -463,11 +463,13 @@ class Transactions:
             self.state_owner.complete()
         if resolution.sources:
             with self.account.of("hand-over"):
-                self._hand_over(resolution.sources, last)
+                self._hand_over(resolution.sources, last, [rank for rank, row in enumerate(statuses) if row[4]])
         return not (resolution.forward or resolution.sources) and all(row[3] for row in statuses)
 
-    def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
-        """Hands the state over from replicas that have it to those that need it, between workers of the same shard."""
+    def _hand_over(self, sources: Mapping[int, int], last: Any, followed: Collection[int]) -> None:
+        """Hands the state over from replicas that have it to those that need it, between workers of the same shard.
+        The ranks in `followed` have received much of it ahead.
+        """
         group, tx, holder = self._group, self._tx, self.state_owner
         assert holder is not None
         replica, twins = group.mesh.replica_of(group.rank), group.mesh.twins(group.rank)
@@ -476,7 +478,8 @@ class Transactions:
             self.reach("hand-over")
         tree: Any = None
         hosts = group.hosts
-        for taker, source in route_transfers(sources, [hosts[twin] for twin in twins]).items():
+        prepared = [index for index, twin in enumerate(twins) if twin in followed]
+        for taker, source in route_transfers(sources, [hosts[twin] for twin in twins], prepared).items():
             taker, source = twins[taker], twins[source]
             if group.rank == source:
                 tree = tree or [tx.done, tx.applied_in, holder.hand_over()]
