@@ -141,6 +141,7 @@ def test_length_of_a_state_frame_is_limited(length: int, monkeypatch: pytest.Mon
 
 def test_slow_state_sender_gives_up_and_reports_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "SEEN", 0.0)
+    monkeypatch.setattr(migration, "SLICE", 64)  # so the state of this test counts as a large one
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer, changing=1 << 60)
     newcomer.thread.join(20)
@@ -148,6 +149,16 @@ def test_slow_state_sender_gives_up_and_reports_its_speed(monkeypatch: pytest.Mo
     assert newcomer.current == 1
     assert not first.is_sending
     assert first.senders[6].speed is not None
+
+
+def test_small_state_is_sent_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "SEEN", 0.0)
+    first, newcomer = Migration(0, key_of), Newcomer()
+    begun(first, newcomer, changing=1 << 60)
+    until(lambda: newcomer.current == 1)
+    first.enter([6])
+    newcomer.thread.join(20)
+    assert newcomer.followed
 
 
 def test_joining_worker_that_falls_too_far_behind_is_given_up() -> None:

@@ -40,7 +40,7 @@ from paceline.team.state_owner import StateOwner
 MEET, LOOK = 10.0, 0.1  # seconds to wait for a connection, and between two looks at the orders
 _GIVER = struct.Struct("<q")  # a sender's introduction: its worker number
 SLICE = 1 << 20
-SEEN = 0.5  # seconds of sending after which the speed is known
+SEEN = 0.5  # seconds of sending after which the speed is known, if they have sent more than a slice
 SPARE = 0.85  # part of the connection's speed that the sums of steps may take
 
 
@@ -172,7 +172,7 @@ class StateSender:
             if not len(left[0]):
                 del left[0]
             spent = self._spent + time.monotonic() - began
-            if spent > SEEN:
+            if spent > SEEN and self._sent > SLICE:  # less says more of the processor than of the connection
                 (queued,) = struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)))
                 self.speed = (self._sent - queued) / spent
                 if self.speed < self._enough:
