@@ -176,7 +176,7 @@ def showing(add: Callable[..., Any]) -> None:
     )
     option("folder", nargs="?", type=Path, metavar="RUN", help="run folder (default: check this host)")
     option("--hosts", metavar="A,B,..", help="check these hosts over ssh, and the links between them")
-    option("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: the path of this one)")
+    option("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: this one's path)")
     option("--engine", metavar="OPTIONS", help="options for ssh, like --engine='-F config'")
     option("--here", dest="serves", action="store_true", help=argparse.SUPPRESS)
     _simulating(add)
