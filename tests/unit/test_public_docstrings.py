@@ -28,7 +28,7 @@ def shown() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{member}", value
 
 
-@pytest.mark.parametrize(("name", "found"), shown(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("name", "found"), [*shown()], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_parameter_is_in_the_docstring(name: str, found: Any) -> None:
     call = found.fget if isinstance(found, property) else found
     text = inspect.getdoc(call)
