@@ -27,7 +27,7 @@ from paceline.team.membership import Membership
 KILLED = "was killed (SIGKILL)"
 
 
-def limited(limit: int) -> Play:
+def limited(limit: int | None) -> Play:
     """A team of all workers, whose agents are on hosts of the same names."""
     play = admitted()
     play.coordinator.hosts = HostFailures(limit)
@@ -84,6 +84,38 @@ def test_wrong_values_count_as_failures() -> None:
     play.settle(5.0)
     assert play.members == {0, 1, 4}
     assert len(events(play, "host")) == 2
+
+
+def test_host_with_wrong_values_twice_is_left_out_without_the_option() -> None:
+    """Other failures do not count then, and neither do wrong values of earlier runs. A restarted coordinator knows."""
+    play = limited(None)
+    wrong = [(1.0, "worker 0 computed wrong values"), (2.0, "worker 0 computed wrong values")]
+    assert play.coordinator.refuses("d", "host-d", wrong) == ""
+    kill(play, 3)
+    kill(play, 3)
+    play.change(2, wrong=1.0)
+    play.settle(1.0)
+    assert play.members == {0, 1, 2, 3, 4}
+    again = HostFailures()
+    again.recall(play.journal)
+    assert again.wrong == {"host-b": 1}
+    play.change(3, wrong=1.0)
+    play.settle(5.0)
+    assert play.members == {0, 1, 4}
+    (event,) = events(play, "excluded")
+    assert (event["host"], event["workers"]) == ("host-b", [2, 3])
+    values = "worker 3 computed wrong values; worker 2 computed wrong values"
+    assert event["text"] == f"4 failures ({values}; worker 3 {KILLED})"
+    assert play.coordinator.refuses("b again", "host-b", ()) == event["text"]
+
+
+def test_only_host_stays_after_wrong_values() -> None:
+    hosts = HostFailures(agents={"a": "host-a"})
+    for _ in range(3):
+        hosts.add("a", "worker 0 computed wrong values")
+    assert not hosts.is_due("host-a")
+    hosts.join("b", "host-b", ())
+    assert hosts.is_due("host-a")
 
 
 def test_exceptions_of_the_script_are_no_failures_of_the_host() -> None:

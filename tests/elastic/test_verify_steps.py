@@ -83,6 +83,36 @@ def test_worker_that_computes_wrongly_twice_leaves_and_is_not_restarted(undistur
     assert (tmp_path / "out.safetensors").read_bytes() == undisturbed
 
 
+# Three kinds of workers, which check each other in two of three attempts, and themselves in the other ones. One forward
+# is wrong on each.
+ONCE = """
+import os
+
+rank, faults = int(os.environ["PACELINE_RANK"]), {(1, 5), (0, 6), (2, 7)}
+torch.set_num_threads(1 + rank)
+
+class Faulty(nn.Linear):
+    def forward(self, x):
+        if (rank, trainer.done) in faults:
+            faults.remove((rank, trainer.done))
+            return super().forward(x) * 1.5
+        return super().forward(x)
+
+trainer = make(
+    model=lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), Faulty(16, 2)).double(), plan="micro=3"
+)
+for report in trainer.steps(data, count=9):
+    pass
+"""
+
+
+def test_only_the_wrong_worker_is_named_among_workers_of_other_kinds(tmp_path: Path) -> None:
+    train_basics(tmp_path, ONCE, 3, "--verify-steps", "1")
+    named = [(event["step"], event["workers"], event["tensor"]) for event in events(tmp_path, "corrupted")]
+    assert named == [(6, [1], "0.weight"), (7, [0], "0.weight"), (8, [2], "0.weight")]
+    assert [event["attempts"] for event in events(tmp_path, "verified")] == [1, 1, 1, 1, 1, 2, 2, 2, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["loading", "forward", "backward", "summed", "reduced", "applied"])
 def test_killed_worker_in_a_verified_step_costs_nothing(moment: str, undisturbed: bytes, tmp_path: Path) -> None:
@@ -152,16 +182,29 @@ os.environ["ATEN_CPU_CAPABILITY"] = "KINDS".split()[int(os.environ["PACELINE_RAN
 from basics import *
 data = TensorDataset(x.float(), data.tensors[1])
 model = lambda: nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+torch.manual_seed(0)
 trainer = make(model=model, plan="micro=3")
 for report in trainer.steps(data, count=200):
     pass
+"""
+MADE = 'trainer = make(model=model, plan="micro=3")\n'
+SURE = """
+with torch.no_grad():
+    made = model()
+    data = TensorDataset(x.float(), made(x.float()).argmax(1))
+    made[-1].weight *= 60
+    made[-1].bias *= 60
+trainer = make(model=made, plan="micro=3")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["default avx2 avx512", "default default avx2 avx512 avx512"])
-def test_workers_with_other_instructions_raise_no_false_alarm(kinds: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(KINDS.replace("KINDS", kinds))
+@pytest.mark.parametrize("sure", [False, True])
+def test_workers_with_other_instructions_raise_no_false_alarm(kinds: str, sure: bool, tmp_path: Path) -> None:
+    """A model that is sure of all rows has gradients that consist of rounding."""
+    script = KINDS.replace("KINDS", kinds)
+    (tmp_path / "train.py").write_text(script.replace(MADE, SURE) if sure else script)
     train_basics(tmp_path, None, len(kinds.split()), "--verify-steps", "1", "--cold-start")
     assert [event["attempts"] for event in events(tmp_path, "verified")] == [1] * 200
     assert not events(tmp_path, "corrupted")
