@@ -98,18 +98,21 @@ def test_workers_of_other_kinds_may_differ_by_rounding_alone() -> None:
     assert first_difference(one, content("b", flipped), 0.25) == "weight"
     assert first_difference(one, content("b", weight, loss=3.0), 0.25) == FIGURES
     assert first_difference(one, content("b", weight, loss=float("nan")), 0.25) == FIGURES
-    assert first_difference(one, content("b", zeros), 0.25) == first_difference(content("b", zeros), one, 0.25) == "weight"
+    without = content("b", zeros)  # it has no gradient
+    assert first_difference(one, without, 0.25) == first_difference(without, one, 0.25) == "weight"
     nothing = content("a", zeros, float("nan")), content("b", zeros, float("nan"))
     assert first_difference(*nothing, 0.25) == ""
 
 
+def one_hot(target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return F.one_hot(target, 4).to(like.dtype)
+
+
 LOSSES: dict[str, Any] = {
-    "softmax": lambda output, target: F.cross_entropy(output, target, reduction="none"),
-    "smoothed": lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1, reduction="none"),
-    "sigmoid": lambda output, target: F.binary_cross_entropy_with_logits(
-        output, F.one_hot(target, 4).to(output.dtype), reduction="none"
-    ).sum(1),
-    "squares": lambda output, target: F.mse_loss(output, F.one_hot(target, 4).to(output.dtype), reduction="none").sum(1),
+    "softmax": lambda out, target: F.cross_entropy(out, target, reduction="sum"),
+    "smoothed": lambda out, target: F.cross_entropy(out, target, label_smoothing=0.1, reduction="sum"),
+    "sigmoid": lambda out, target: F.binary_cross_entropy_with_logits(out, one_hot(target, out), reduction="sum"),
+    "squares": lambda out, target: F.mse_loss(out, one_hot(target, out), reduction="sum"),
 }
 
 
@@ -122,7 +125,7 @@ def share(kind: str, loss: str, dtype: torch.dtype, made: Any) -> dict[str, Any]
     job: Any = SimpleNamespace(named=named, dense=[*named.values()], in_rows=[])
     record = ShareRecord(job, None, sketched=True)
     output = F.linear(x, named["weight"], named["bias"])
-    total = LOSSES[loss](output, target).sum()
+    total = LOSSES[loss](output, target)
     chunk = Chunk([MicroBatch(0, len(x), (x, target))], (x, target))
     record.outputs.watch(output, Loss(total, len(x), {}, chunk))
     total.mul(1 / 24).backward()  # type: ignore[no-untyped-call]
@@ -130,22 +133,21 @@ def share(kind: str, loss: str, dtype: torch.dtype, made: Any) -> dict[str, Any]
     return {**record.content(kind)}
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(st.sampled_from([*LOSSES]), st.integers(1, 12), st.floats(0.0, 24.0), st.integers(0, 10_000))
-def test_rounding_is_no_difference_however_sure_the_model_is(
-    loss: str, rows: int, sure: float, seed: int
-) -> None:
+def test_rounding_is_no_difference_however_sure_the_model_is(loss: str, rows: int, sure: float, seed: int) -> None:
     """A worker that computes in float32 is compared with one in float64, and with one whose gradient has a flipped bit.
     The rows are near the optimum of the loss.
     """
     chance = torch.Generator().manual_seed(seed)
     best = torch.randint(4, (rows,), generator=chance)
-    one_hot = F.one_hot(best, 4).double()
+    away = 2.0**-sure * torch.randn(rows, 4, generator=chance, dtype=torch.float64)
+    right = one_hot(best, away)
     optimum = {
-        "softmax": sure * one_hot,
-        "smoothed": (0.025 + 0.9 * one_hot).log() + 2.0**-sure * torch.randn(rows, 4, generator=chance, dtype=torch.float64),
-        "sigmoid": sure * (2 * one_hot - 1),
-        "squares": one_hot + 2.0**-sure * torch.randn(rows, 4, generator=chance, dtype=torch.float64),
+        "softmax": sure * right,
+        "smoothed": (0.025 + 0.9 * right).log() + away,
+        "sigmoid": sure * (2 * right - 1),
+        "squares": right + away,
     }[loss]
     # The layer maps these inputs to the optimum, but for the rounding of inputs and weights that both workers have.
     x, bias = torch.randn(rows, 8, generator=chance, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
@@ -156,6 +158,6 @@ def test_rounding_is_no_difference_however_sure_the_model_is(
     wide["rounding"] = plain["rounding"]  # as if it also computed in float32, but without rounding
     assert first_difference(plain, wide, 0.25) == ""
     flipped = share("b", loss, torch.float32, made)
-    change = sketch([torch.tensor([1.0 + plain["sketches"]["weight"][0]], dtype=torch.float64)])
+    change = sketch([torch.tensor([0.01 + plain["sketches"]["weight"][0]], dtype=torch.float64)])
     flipped["sketches"]["weight"] = [a + b for a, b in zip(flipped["sketches"]["weight"], change, strict=True)]
     assert first_difference(plain, flipped, 0.25) == "weight"

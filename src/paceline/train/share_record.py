@@ -24,7 +24,7 @@ Content = Mapping[str, Any]  # of a record, as workers send it to each other
 # may decide whether a unit is active.
 _OF_FLOAT64, _OTHER = 1e-6, 0.25
 _LEAST = 0.1  # of the norm of all gradients: what a small gradient is compared with
-# Units of rounding by which outputs, and so the gradients of a loss, may differ between two workers: a sum of n products
+# Units of rounding by which outputs, and so the gradients of a loss, may differ between workers: a sum of n products
 # is off by about sqrt(n) units (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
 _ROUNDINGS = math.sqrt(4096)
 ROWS, FIGURES = "the rows", "the loss, a metric or a buffer"
