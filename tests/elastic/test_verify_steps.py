@@ -150,11 +150,12 @@ PLANS = {
 FLIPS = "flip-gradient:1@2.forward,flip-activation:2@3.loading,flip-bucket:0@4.loading,flip-transit:3@10.loading"
 
 
-def survive(folder: Path, plan: str, chaos: str, shares: str) -> bytes:
+def survive(folder: Path, plan: str, chaos: str, shares: str, **env: str) -> bytes:
     """Trains scripts/survivor.py, of which every step is verified. Shares do not change with the workers' speed."""
     folder.mkdir()
     options = ("--workers", "4", "--run-dir", "out", "--plan", plan, "--verify-steps", "1", "--shares", shares)
-    paceline("run", *options, SCRIPTS / "survivor.py", "end", "12", cwd=folder, PACELINE_CHAOS=chaos, **PLANS[plan])
+    env = {"PACELINE_CHAOS": chaos, **PLANS[plan], **env}
+    paceline("run", *options, SCRIPTS / "survivor.py", "end", "12", cwd=folder, **env)
     return (folder / "end.safetensors").read_bytes()
 
 
@@ -175,6 +176,15 @@ def test_flipped_bits_are_found_under_every_plan(plan: str, tmp_path: Path) -> N
         if kind != "flip-activation" or step in named:  # that of a unit which is off changes nothing
             assert worker in named[step], (kind, named)
     assert wild == calm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if "=2" in plan.partition("micro")[0]])
+def test_replicas_of_other_kinds_agree_under_every_plan(plan: str, tmp_path: Path) -> None:
+    """Each replica checks the other one, or itself."""
+    survive(tmp_path / "kinds", plan, "", "1,1,1,1", KINDS="two")
+    assert [event["attempts"] for event in events(tmp_path / "kinds", "verified")] == [1] * 12
+    assert not events(tmp_path / "kinds", "corrupted")
 
 
 KINDS = """import os
