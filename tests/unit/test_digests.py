@@ -116,26 +116,31 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def share(kind: str, loss: str, dtype: torch.dtype, made: Any) -> dict[str, Any]:
+def share(kind: str, loss: str, dtype: torch.dtype, inside: bool, made: Any) -> dict[str, Any]:
     """The record of a share of which a worker computes the last layer, with its loss, in this dtype. `made`: inputs,
-    weight, bias and targets.
+    weight, bias and targets. The forward returns a mean loss besides the output if it computes the loss `inside`.
     """
     x, weight, bias, target = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in made)
     named = {"weight": weight.clone().requires_grad_(), "bias": bias.clone().requires_grad_()}
     job: Any = SimpleNamespace(named=named, dense=[*named.values()], in_rows=[])
     record = ShareRecord(job, None, sketched=True)
     output = F.linear(x, named["weight"], named["bias"])
-    total = LOSSES[loss](output, target)
+    total, mean = LOSSES[loss](output, target), None
+    if inside:
+        mean = total / len(x)
+        total = mean * len(x)
     chunk = Chunk([MicroBatch(0, len(x), (x, target))], (x, target))
-    record.outputs.watch(output, Loss(total, len(x), {}, chunk))
+    record.outputs.watch({"loss": mean, "logits": output} if inside else output, Loss(total, len(x), {}, chunk, mean))
     total.mul(1 / 24).backward()  # type: ignore[no-untyped-call]
     record.close([], StepSums(loss=total.item(), count=float(len(x))))
     return {**record.content(kind)}
 
 
 @settings(max_examples=80)
-@given(st.sampled_from([*LOSSES]), st.integers(1, 12), st.floats(0.0, 24.0), st.integers(0, 10_000))
-def test_rounding_is_no_difference_however_sure_the_model_is(loss: str, rows: int, sure: float, seed: int) -> None:
+@given(st.sampled_from([*LOSSES]), st.integers(1, 12), st.floats(0.0, 24.0), st.booleans(), st.integers(0, 10_000))
+def test_rounding_is_no_difference_however_sure_the_model_is(
+    loss: str, rows: int, sure: float, inside: bool, seed: int
+) -> None:
     """A worker that computes in float32 is compared with one in float64, and with one whose gradient has a flipped bit.
     The rows are near the optimum of the loss.
     """
@@ -154,10 +159,10 @@ def test_rounding_is_no_difference_however_sure_the_model_is(loss: str, rows: in
     weight = torch.eye(4, 8, dtype=torch.float64) + 0.1 * torch.randn(4, 8, generator=chance, dtype=torch.float64)
     x += (optimum - x @ weight.T) @ torch.linalg.pinv(weight).T
     made = (x.float(), weight.float(), bias.float(), best)
-    plain, wide = share("a", loss, torch.float32, made), share("b", loss, torch.float64, made)
+    plain, wide = (share(kind, loss, dtype, inside, made) for kind, dtype in (("a", torch.float32), ("b", torch.float64)))
     wide["rounding"] = plain["rounding"]  # as if it also computed in float32, but without rounding
     assert first_difference(plain, wide, 0.25) == ""
-    flipped = share("b", loss, torch.float32, made)
+    flipped = share("b", loss, torch.float32, inside, made)
     change = sketch([torch.tensor([0.01 + plain["sketches"]["weight"][0]], dtype=torch.float64)])
     flipped["sketches"]["weight"] = [a + b for a, b in zip(flipped["sketches"]["weight"], change, strict=True)]
     assert first_difference(plain, flipped, 0.25) == "weight"

@@ -58,8 +58,9 @@ class OutputGradients:
                 self.unit = max(self.unit, unit)
 
         with torch._C.DisableTorchFunction():
-            # Tiled logits are no plain tensor: they have no gradient.
-            outputs = [one for one in tensors_of(output) if type(one) is torch.Tensor and one.requires_grad]
+            # Tiled logits are not a plain tensor: they have no gradient. A single number is a loss.
+            plain = (one for one in tensors_of(output) if type(one) is torch.Tensor and one.dim())
+            outputs = [one for one in plain if one.requires_grad]
             if root.requires_grad and outputs:
                 root.register_hook(hook_loss)
                 for one in outputs:
