@@ -248,3 +248,26 @@ def test_failures_before_a_restart_of_the_coordinator_count(
     here.end(0, LEFT_OUT)
     same(here, undisturbed)
     assert len(here.agents[0].events("excluded")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_host_whose_workers_compute_wrongly_is_left_out(
+    cluster: Callable[[int], Cluster], undisturbed: Path, tmp_path: Path
+) -> None:
+    """One bit flips on each of its two workers. The others train what one worker trains."""
+    here = cluster(3)
+    here.variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    here.start(0, 1, "--verify-steps", "1")
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 2, faults="flip-gradient:1@40.forward,flip-gradient:2@44.forward")
+    here.start(2, 1)
+    here.members(4)
+    here.end(0, LEFT_OUT, 0)
+    first = here.agents[0]
+    wrong = [(event["step"], event["workers"]) for event in first.events("corrupted")]
+    assert wrong == [(41, [1]), (45, [2])]
+    reasons = "2 failures (worker 2 computed wrong values; worker 1 computed wrong values)"
+    assert [(event["host"], event["text"]) for event in first.events("excluded")] == [("nowhere-2", reasons)]
+    assert f"nowhere-2 is left out of the run after {reasons}\n" in first.text
+    same(here, undisturbed)

@@ -159,10 +159,10 @@ def test_rounding_is_no_difference_however_sure_the_model_is(
     weight = torch.eye(4, 8, dtype=torch.float64) + 0.1 * torch.randn(4, 8, generator=chance, dtype=torch.float64)
     x += (optimum - x @ weight.T) @ torch.linalg.pinv(weight).T
     made = (x.float(), weight.float(), bias.float(), best)
-    plain, wide = (share(kind, loss, dtype, inside, made) for kind, dtype in (("a", torch.float32), ("b", torch.float64)))
+    plain, flipped = (share(kind, loss, torch.float32, inside, made) for kind in "ab")
+    wide = share("b", loss, torch.float64, inside, made)
     wide["rounding"] = plain["rounding"]  # as if it also computed in float32, but without rounding
     assert first_difference(plain, wide, 0.25) == ""
-    flipped = share("b", loss, torch.float32, inside, made)
     change = sketch([torch.tensor([0.01 + plain["sketches"]["weight"][0]], dtype=torch.float64)])
     flipped["sketches"]["weight"] = [a + b for a, b in zip(flipped["sketches"]["weight"], change, strict=True)]
     assert first_difference(plain, flipped, 0.25) == "weight"
