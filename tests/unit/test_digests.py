@@ -122,7 +122,7 @@ def share(kind: str, loss: str, dtype: torch.dtype, inside: bool, made: Any) -> 
     """
     x, weight, bias, target = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in made)
     named = {"weight": weight.clone().requires_grad_(), "bias": bias.clone().requires_grad_()}
-    job: Any = SimpleNamespace(named=named, dense=[*named.values()], in_rows=[])
+    job: Any = SimpleNamespace(named=named, dense=[*named.values()], in_rows=[], precision=None)
     record = ShareRecord(job, None, sketched=True)
     output = F.linear(x, named["weight"], named["bias"])
     total, mean = LOSSES[loss](output, target), None

@@ -24,9 +24,10 @@ Content = Mapping[str, Any]  # of a record, as workers send it to each other
 # may decide whether a unit is active.
 _OF_FLOAT64, _OTHER = 1e-6, 0.25
 _LEAST = 0.1  # of the norm of all gradients: what a small gradient is compared with
-# Units of rounding by which outputs, and so the gradients of a loss, may differ between workers: a sum of n products
-# is off by about sqrt(n) units (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
-_ROUNDINGS = math.sqrt(4096)
+# Units of rounding by which outputs, and so the gradients of a loss, may differ between workers. A sum of n products
+# is off by about sqrt(n) units (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019), of
+# float32 also with numbers of 16 bits. The results of exp, log, a difference and a product are rounded.
+_SUMMED, _ROUNDED = math.sqrt(4096), 4.0
 ROWS, FIGURES = "the rows", "the loss, a metric or a buffer"
 
 
@@ -39,8 +40,9 @@ class OutputGradients:
     of Numerical Algorithms, 2002, section 1.7). The gradients of the parameters follow linearly from it.
     """
 
-    def __init__(self) -> None:
-        self.unit = 0.0  # of rounding: half of the distance from 1 to the next number
+    def __init__(self, precision: str | None) -> None:
+        self._least = 0.0 if precision is None else _error(torch.float16 if precision == "fp16" else torch.bfloat16)
+        self.error = 0.0  # by which rounding may change an output or its gradient, if they are about 1
         self._squares = self._numbers = 0.0  # sums of squares, in weights of a row
 
     def watch(self, output: Any, loss: Loss) -> None:
@@ -51,11 +53,11 @@ class OutputGradients:
         def hook_loss(grad: torch.Tensor) -> None:
             weight[0] = abs(float(grad)) / (rows or 1.0)
 
-        def hook_output(numbers: float, unit: float, grad: torch.Tensor) -> None:
+        def hook_output(numbers: float, error: float, grad: torch.Tensor) -> None:
             if weight[0]:  # else a dummy's
                 self._squares += (_norm_of(grad) / weight[0]) ** 2
                 self._numbers += numbers
-                self.unit = max(self.unit, unit)
+                self.error = max(self.error, error, self._least)
 
         with torch._C.DisableTorchFunction():
             # Tiled logits are not a plain tensor: they have no gradient. A single number is a loss.
@@ -64,14 +66,18 @@ class OutputGradients:
             if root.requires_grad and outputs:
                 root.register_hook(hook_loss)
                 for one in outputs:
-                    unit = torch.finfo(one.dtype).eps / 2
-                    one.register_hook(partial(hook_output, one.numel() + _norm_of(one) ** 2, unit))
+                    one.register_hook(partial(hook_output, one.numel() + _norm_of(one) ** 2, _error(one.dtype)))
 
     @property
     def part(self) -> float:
-        """The part of the gradients that one unit of rounding makes up; 0 if it is not known."""
+        """The part of the gradients that rounding may make up; 0 if it is not known."""
         known = self._squares > 0.0 and math.isfinite(self._squares)
-        return self.unit * math.sqrt(self._numbers / self._squares) if known else 0.0
+        return self.error * math.sqrt(self._numbers / self._squares) if known else 0.0
+
+
+def _error(dtype: torch.dtype) -> float:
+    unit = torch.finfo(dtype).eps / 2
+    return _SUMMED * min(unit, torch.finfo(torch.float32).eps / 2) + _ROUNDED * unit
 
 
 def _norm_of(tensor: torch.Tensor) -> float:
@@ -92,7 +98,7 @@ class ShareRecord:
         self._digests: dict[str, int] = {}
         self._sketches: dict[str, list[float]] = {}
         self._names = list(job.named)
-        self.outputs = OutputGradients()
+        self.outputs = OutputGradients(job.precision)
         self.rows = self.figures = 0
         self.failed = False
 
@@ -138,7 +144,7 @@ class ShareRecord:
         digests = {ROWS: self.rows, **digests, FIGURES: self.figures}
         names = [*self._names, FIGURES] if self._sketched else []
         sketches = {name: self._sketches.get(name, [0.0] * (1 + SIGNS)) for name in names}
-        rounding = [self.outputs.unit, self.outputs.part]
+        rounding = [self.outputs.error, self.outputs.part]
         return {"kind": kind, "digest": self.digest, "digests": digests, "sketches": sketches, "rounding": rounding}
 
 
@@ -164,8 +170,8 @@ def first_difference(one: Content, other: Content, tolerance: float) -> str:
         scale = max(size for size in (0.0, numbers[0], others[0]) if math.isfinite(size))
         scale = scale if name == FIGURES else max(scale, least)
         # The smaller one of both: a wrong gradient may be large.
-        roundings = [error for content in (one, other) if (error := _rounding(content, name, least)) > 0.0]
-        limit = max(tolerance * scale, _ROUNDINGS * min(roundings, default=0.0))
+        roundings = [size for content in (one, other) if (size := _rounding(content, name, least)) > 0.0]
+        limit = max(tolerance * scale, min(roundings, default=0.0))
         if any(not _near(a, b, limit) for a, b in zip(numbers, others, strict=True)):
             return str(name)
     return ""
@@ -177,11 +183,11 @@ def _norm(content: Content) -> float:
 
 
 def _rounding(content: Content, name: str, least: float) -> float:
-    """Returns by how much one unit of rounding changes a gradient, at `least` of this norm, or the loss of a record; 0
-    if that is not known.
+    """Returns by how much rounding may change a gradient, at `least` of this norm, or the loss of a record; 0 if that
+    is not known.
     """
-    (unit, part), numbers = content["rounding"], content["sketches"][name]
-    rounding = unit * abs(numbers[-1]) if name == FIGURES else part * max(numbers[0], least)
+    (error, part), numbers = content["rounding"], content["sketches"][name]
+    rounding = error * abs(numbers[-1]) if name == FIGURES else part * max(numbers[0], least)
     return float(rounding) if math.isfinite(rounding) else 0.0
 
 
