@@ -27,7 +27,7 @@ from paceline.team.membership import Membership
 KILLED = "was killed (SIGKILL)"
 
 
-def limited(limit: int) -> Play:
+def limited(limit: int | None) -> Play:
     """A team of all workers, whose agents are on hosts of the same names."""
     play = admitted()
     play.coordinator.hosts = HostFailures(limit)
@@ -84,6 +84,38 @@ def test_wrong_values_count_as_failures() -> None:
     play.settle(5.0)
     assert play.members == {0, 1, 4}
     assert len(events(play, "host")) == 2
+
+
+def test_host_with_wrong_values_twice_is_left_out_without_the_option() -> None:
+    """Other failures do not count then, and neither do wrong values of earlier runs. A restarted coordinator knows."""
+    play = limited(None)
+    wrong = [(1.0, "worker 0 computed wrong values"), (2.0, "worker 0 computed wrong values")]
+    assert play.coordinator.refuses("d", "host-d", wrong) == ""
+    kill(play, 3)
+    kill(play, 3)
+    play.change(2, wrong=1.0)
+    play.settle(1.0)
+    assert play.members == {0, 1, 2, 3, 4}
+    again = HostFailures()
+    again.recall(play.journal)
+    assert again.wrong == {"host-b": 1}
+    play.change(3, wrong=1.0)
+    play.settle(5.0)
+    assert play.members == {0, 1, 4}
+    (event,) = events(play, "excluded")
+    assert (event["host"], event["workers"]) == ("host-b", [2, 3])
+    values = "worker 3 computed wrong values; worker 2 computed wrong values"
+    assert event["text"] == f"4 failures ({values}; worker 3 {KILLED})"
+    assert play.coordinator.refuses("b again", "host-b", ()) == event["text"]
+
+
+def test_only_host_stays_after_wrong_values() -> None:
+    hosts = HostFailures(agents={"a": "host-a"})
+    for _ in range(3):
+        hosts.add("a", "worker 0 computed wrong values")
+    assert not hosts.is_due("host-a")
+    hosts.join("b", "host-b", ())
+    assert hosts.is_due("host-a")
 
 
 def test_exceptions_of_the_script_are_no_failures_of_the_host() -> None:
@@ -216,3 +248,26 @@ def test_failures_before_a_restart_of_the_coordinator_count(
     here.end(0, LEFT_OUT)
     same(here, undisturbed)
     assert len(here.agents[0].events("excluded")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_host_whose_workers_compute_wrongly_is_left_out(
+    cluster: Callable[[int], Cluster], undisturbed: Path, tmp_path: Path
+) -> None:
+    """One bit flips on each of its two workers. The others train what one worker trains."""
+    here = cluster(3)
+    here.variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    here.start(0, 1, "--verify-steps", "1")
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 2, faults="flip-gradient:1@40.forward,flip-gradient:2@44.forward")
+    here.start(2, 1)
+    here.members(4)
+    here.end(0, LEFT_OUT, 0)
+    first = here.agents[0]
+    wrong = [(event["step"], event["workers"]) for event in first.events("corrupted")]
+    assert wrong == [(41, [1]), (45, [2])]
+    reasons = "2 failures (worker 2 computed wrong values; worker 1 computed wrong values)"
+    assert [(event["host"], event["text"]) for event in first.events("excluded")] == [("nowhere-2", reasons)]
+    assert f"nowhere-2 is left out of the run after {reasons}\n" in first.text
+    same(here, undisturbed)

@@ -83,6 +83,36 @@ def test_worker_that_computes_wrongly_twice_leaves_and_is_not_restarted(undistur
     assert (tmp_path / "out.safetensors").read_bytes() == undisturbed
 
 
+# Three kinds of workers, which check each other in two of three attempts, and themselves in the other ones. One forward
+# is wrong on each.
+ONCE = """
+import os
+
+rank, faults = int(os.environ["PACELINE_RANK"]), {(1, 5), (0, 6), (2, 7)}
+torch.set_num_threads(1 + rank)
+
+class Faulty(nn.Linear):
+    def forward(self, x):
+        if (rank, trainer.done) in faults:
+            faults.remove((rank, trainer.done))
+            return super().forward(x) * 1.5
+        return super().forward(x)
+
+trainer = make(
+    model=lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), Faulty(16, 2)).double(), plan="micro=3"
+)
+for report in trainer.steps(data, count=9):
+    pass
+"""
+
+
+def test_only_the_wrong_worker_is_named_among_workers_of_other_kinds(tmp_path: Path) -> None:
+    train_basics(tmp_path, ONCE, 3, "--verify-steps", "1")
+    named = [(event["step"], event["workers"], event["tensor"]) for event in events(tmp_path, "corrupted")]
+    assert named == [(6, [1], "0.weight"), (7, [0], "0.weight"), (8, [2], "0.weight")]
+    assert [event["attempts"] for event in events(tmp_path, "verified")] == [1, 1, 1, 1, 1, 2, 2, 2, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["loading", "forward", "backward", "summed", "reduced", "applied"])
 def test_killed_worker_in_a_verified_step_costs_nothing(moment: str, undisturbed: bytes, tmp_path: Path) -> None:
@@ -120,11 +150,12 @@ PLANS = {
 FLIPS = "flip-gradient:1@2.forward,flip-activation:2@3.loading,flip-bucket:0@4.loading,flip-transit:3@10.loading"
 
 
-def survive(folder: Path, plan: str, chaos: str, shares: str) -> bytes:
+def survive(folder: Path, plan: str, chaos: str, shares: str, **env: str) -> bytes:
     """Trains scripts/survivor.py, of which every step is verified. Shares do not change with the workers' speed."""
     folder.mkdir()
     options = ("--workers", "4", "--run-dir", "out", "--plan", plan, "--verify-steps", "1", "--shares", shares)
-    paceline("run", *options, SCRIPTS / "survivor.py", "end", "12", cwd=folder, PACELINE_CHAOS=chaos, **PLANS[plan])
+    env = {"PACELINE_CHAOS": chaos, **PLANS[plan], **env}
+    paceline("run", *options, SCRIPTS / "survivor.py", "end", "12", cwd=folder, **env)
     return (folder / "end.safetensors").read_bytes()
 
 
@@ -147,21 +178,43 @@ def test_flipped_bits_are_found_under_every_plan(plan: str, tmp_path: Path) -> N
     assert wild == calm
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if "=2" in plan.partition("micro")[0]])
+def test_replicas_of_other_kinds_agree_under_every_plan(plan: str, tmp_path: Path) -> None:
+    """Each replica checks the other one, or itself."""
+    survive(tmp_path / "kinds", plan, "", "1,1,1,1", KINDS="two")
+    assert [event["attempts"] for event in events(tmp_path / "kinds", "verified")] == [1] * 12
+    assert not events(tmp_path / "kinds", "corrupted")
+
+
 KINDS = """import os
 os.environ["ATEN_CPU_CAPABILITY"] = "KINDS".split()[int(os.environ["PACELINE_RANK"])]
 from basics import *
 data = TensorDataset(x.float(), data.tensors[1])
 model = lambda: nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+torch.manual_seed(0)
 trainer = make(model=model, plan="micro=3")
 for report in trainer.steps(data, count=200):
     pass
+"""
+MADE = 'trainer = make(model=model, plan="micro=3")\n'
+SURE = """
+with torch.no_grad():
+    made = model()
+    data = TensorDataset(x.float(), made(x.float()).argmax(1))
+    made[-1].weight *= 60
+    made[-1].bias *= 60
+trainer = make(model=made, plan="micro=3")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["default avx2 avx512", "default default avx2 avx512 avx512"])
-def test_workers_with_other_instructions_raise_no_false_alarm(kinds: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(KINDS.replace("KINDS", kinds))
+@pytest.mark.parametrize("sure", [False, True])
+def test_workers_with_other_instructions_raise_no_false_alarm(kinds: str, sure: bool, tmp_path: Path) -> None:
+    """A model that is sure of all rows has gradients that consist of rounding."""
+    script = KINDS.replace("KINDS", kinds)
+    (tmp_path / "train.py").write_text(script.replace(MADE, SURE) if sure else script)
     train_basics(tmp_path, None, len(kinds.split()), "--verify-steps", "1", "--cold-start")
     assert [event["attempts"] for event in events(tmp_path, "verified")] == [1] * 200
     assert not events(tmp_path, "corrupted")

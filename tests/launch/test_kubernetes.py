@@ -164,6 +164,7 @@ def test_kubernetes_dry_run_hides_secrets(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("pass\n")
     words = ["--gpus", "2", "--memory", "16Gi", "--env", f"KEY={HIDDEN}", "--plan", "shard=2", "--steps", "9"]
+    words += ["--heal", "--verify-steps", "1%"]
     again = [
         "launch",
         "kubernetes",
@@ -180,17 +181,20 @@ def test_kubernetes_dry_run_hides_secrets(
     assert main(again) == 0
     out = capsys.readouterr().out
     assert HIDDEN not in out
-    container = by_kind(json.loads(out)["items"])["Job"]["spec"]["template"]["spec"]["containers"][0]
+    pod = by_kind(json.loads(out)["items"])["Job"]["spec"]["template"]["spec"]
+    assert "podAntiAffinity" in pod["affinity"]  # a host that computes wrongly twice is left out
+    (container,) = pod["containers"]
     expected = (
         "python -m paceline run --nodes auto --token-file /mnt/paceline/token --workers 2 --run-dir /mnt/run/runs/a"
     )
-    expected += " --plan shard=2 --steps 9 --max-restarts 10 --min-workers 1 --quiet /mnt/script/train.py --lr 1"
+    expected += " --plan shard=2 --steps 9 --verify-steps 1% --max-restarts 10 --min-workers 1 --heal --quiet"
+    expected += " /mnt/script/train.py --lr 1"
     assert container["command"] == expected.split()
     limits = {"memory": "16Gi", "nvidia.com/gpu": "2"}
     assert container["resources"] == {"requests": {"cpu": "2", **limits}, "limits": limits}
     variables = {one["name"]: one for one in container["env"]}
     assert variables["PACELINE_AGAIN"]["value"].endswith(
-        "--env KEY --plan shard=2 --steps 9 --dry-run --quiet train.py --lr 1"
+        "--env KEY --plan shard=2 --steps 9 --heal --verify-steps 1% --dry-run --quiet train.py --lr 1"
     )
     for shape, last in (("jobset", ["NetworkPolicy", "JobSet"]), ("trainjob", ["TrainingRuntime", "TrainJob"])):
         assert main(["launch", "kubernetes", "--as", shape, *again[2:]]) == 0

@@ -4,6 +4,7 @@ the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
 With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
 All is of DTYPE, if it is given. With WHOLE the same model has no blocks, with ATTENTION it has such that drop inside of
 attention, with EXPERTS such that have experts. With OVER the loss, and the metric, are over the whole global batch.
+With KINDS the workers are of two kinds: the first two compute with one thread, the others with two.
 """
 
 import json
@@ -20,6 +21,8 @@ from torch.utils.data import TensorDataset
 import paceline
 
 over = os.environ.get("OVER")
+if "KINDS" in os.environ:
+    torch.set_num_threads(1 + int(os.environ["PACELINE_RANK"]) // 2)
 out, steps, loaders = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
 torch.set_default_dtype(getattr(torch, os.environ.get("DTYPE", "float32")))
 chance = torch.Generator().manual_seed(1)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm import digests
 from paceline.comm.digests import checksum, combined, sketch
+from paceline.compute.forward_backward import Loss
+from paceline.compute.job import StepSums
+from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.session.consistency import digest
 from paceline.train.bit_flips import flip_bit
-from paceline.train.share_record import FIGURES, first_difference
+from paceline.train.share_record import FIGURES, ShareRecord, first_difference
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 
@@ -77,7 +83,8 @@ def test_sketch_moves_by_the_norm_of_a_change(size: int, seed: int, scale: float
 
 def content(kind: str, weight: torch.Tensor, loss: float = 1.0) -> dict[str, object]:
     sketches = {"weight": sketch([weight]), FIGURES: [abs(loss), loss, 8.0]}
-    return {"kind": kind, "digests": {"the rows": 1, "weight": checksum(weight)}, "sketches": sketches}
+    digests = {"the rows": 1, "weight": checksum(weight)}
+    return {"kind": kind, "digests": digests, "sketches": sketches, "rounding": [0.0, 0.0]}
 
 
 def test_workers_of_other_kinds_may_differ_by_rounding_alone() -> None:
@@ -91,7 +98,71 @@ def test_workers_of_other_kinds_may_differ_by_rounding_alone() -> None:
     assert first_difference(one, content("b", flipped), 0.25) == "weight"
     assert first_difference(one, content("b", weight, loss=3.0), 0.25) == FIGURES
     assert first_difference(one, content("b", weight, loss=float("nan")), 0.25) == FIGURES
-    without = {**content("b", weight), "sketches": {FIGURES: [1.0, 1.0, 8.0]}}  # it has no gradient
+    without = content("b", zeros)  # it has no gradient
     assert first_difference(one, without, 0.25) == first_difference(without, one, 0.25) == "weight"
     nothing = content("a", zeros, float("nan")), content("b", zeros, float("nan"))
     assert first_difference(*nothing, 0.25) == ""
+
+
+def one_hot(target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return F.one_hot(target, 4).to(like.dtype)
+
+
+LOSSES: dict[str, Any] = {
+    "softmax": lambda out, target: F.cross_entropy(out, target, reduction="sum"),
+    "smoothed": lambda out, target: F.cross_entropy(out, target, label_smoothing=0.1, reduction="sum"),
+    "sigmoid": lambda out, target: F.binary_cross_entropy_with_logits(out, one_hot(target, out), reduction="sum"),
+    "squares": lambda out, target: F.mse_loss(out, one_hot(target, out), reduction="sum"),
+}
+
+
+def share(kind: str, loss: str, dtype: torch.dtype, inside: bool, made: Any) -> dict[str, Any]:
+    """The record of a share of which a worker computes the last layer, with its loss, in this dtype. `made`: inputs,
+    weight, bias and targets. The forward returns a mean loss besides the output if it computes the loss `inside`.
+    """
+    x, weight, bias, target = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in made)
+    named = {"weight": weight.clone().requires_grad_(), "bias": bias.clone().requires_grad_()}
+    job: Any = SimpleNamespace(named=named, dense=[*named.values()], in_rows=[], precision=None)
+    record = ShareRecord(job, None, sketched=True)
+    output = F.linear(x, named["weight"], named["bias"])
+    total, mean = LOSSES[loss](output, target), None
+    if inside:
+        mean = total / len(x)
+        total = mean * len(x)
+    chunk = Chunk([MicroBatch(0, len(x), (x, target))], (x, target))
+    record.outputs.watch({"loss": mean, "logits": output} if inside else output, Loss(total, len(x), {}, chunk, mean))
+    total.mul(1 / 24).backward()  # type: ignore[no-untyped-call]
+    record.close([], StepSums(loss=total.item(), count=float(len(x))))
+    return {**record.content(kind)}
+
+
+@settings(max_examples=80)
+@given(st.sampled_from([*LOSSES]), st.integers(1, 12), st.floats(0.0, 24.0), st.booleans(), st.integers(0, 10_000))
+def test_rounding_is_no_difference_however_sure_the_model_is(
+    loss: str, rows: int, sure: float, inside: bool, seed: int
+) -> None:
+    """A worker that computes in float32 is compared with one in float64, and with one whose gradient has a flipped bit.
+    The rows are near the optimum of the loss.
+    """
+    chance = torch.Generator().manual_seed(seed)
+    best = torch.randint(4, (rows,), generator=chance)
+    away = 2.0**-sure * torch.randn(rows, 4, generator=chance, dtype=torch.float64)
+    right = one_hot(best, away)
+    optimum = {
+        "softmax": sure * right,
+        "smoothed": (0.025 + 0.9 * right).log() + away,
+        "sigmoid": sure * (2 * right - 1),
+        "squares": right + away,
+    }[loss]
+    # The layer maps these inputs to the optimum, but for the rounding of inputs and weights that both workers have.
+    x, bias = torch.randn(rows, 8, generator=chance, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    weight = torch.eye(4, 8, dtype=torch.float64) + 0.1 * torch.randn(4, 8, generator=chance, dtype=torch.float64)
+    x += (optimum - x @ weight.T) @ torch.linalg.pinv(weight).T
+    made = (x.float(), weight.float(), bias.float(), best)
+    plain, flipped = (share(kind, loss, torch.float32, inside, made) for kind in "ab")
+    wide = share("b", loss, torch.float64, inside, made)
+    wide["rounding"] = plain["rounding"]  # as if it also computed in float32, but without rounding
+    assert first_difference(plain, wide, 0.25) == ""
+    change = sketch([torch.tensor([0.01 + plain["sketches"]["weight"][0]], dtype=torch.float64)])
+    flipped["sketches"]["weight"] = [a + b for a, b in zip(flipped["sketches"]["weight"], change, strict=True)]
+    assert first_difference(plain, flipped, 0.25) == "weight"

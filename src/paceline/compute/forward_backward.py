@@ -39,6 +39,7 @@ class Runner:
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.guard = MicroBatchGuard(job, gathered)
         self.counts = CountCheck(self.guard.streams, alone=job.unit == 1 and job.lockstep is None)
+        self.on_loss: Callable[[Any, Loss], None] | None = None  # gets each output with its loss, before the backward
         self._squares = 0.0  # of gradients that went to other workers
         self._sent: list[Bucket] = []
 
@@ -220,6 +221,8 @@ class Runner:
         if cached_grads is None and loss.mean is None and not self.counts.done:
             full = partial(job.gather_output, output)
             self.counts.check(job.loss, full, chunk.batch, loss.count, chunk.rows, self.guard.models)
+        if self.on_loss is not None:
+            self.on_loss(output, loss)
         return loss
 
     def user_code(self) -> AbstractContextManager[None]:

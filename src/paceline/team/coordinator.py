@@ -18,7 +18,7 @@ from paceline.base.environment import SERVERS
 from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import At, Coming
-from paceline.team.host_failures import Failure, HostFailures, blames_host, describe
+from paceline.team.host_failures import WRONG_VALUES, Failure, HostFailures, blames_host, describe
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
 from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
@@ -429,7 +429,7 @@ class Coordinator:
         if report.stands and report.stands != previous.stands:
             self._say(report.stands)
         for _ in range(int(report.wrong) - int(previous.wrong)):
-            self._blame(slot.agent, [number], f"{ranks([number])} computed wrong values")
+            self._blame(slot.agent, [number], f"{ranks([number])} {WRONG_VALUES}")
         if report.alone > previous.alone:
             self._form_again_due = min(self._form_again_due, now + ALONE)
         if report.ended and not previous.ended:

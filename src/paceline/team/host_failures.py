@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ FORBIDDEN = 403  # HTTP status of the answer to an agent whose host is left out
 SHOWN = 4  # newest reasons that are shown
 LONGEST = 300  # characters of a reason
 ACCELERATOR = "AcceleratorError"  # the exception of torch for errors of a GPU
+WRONG_VALUES = "computed wrong values"  # ends the reason of such a failure
+TWICE = 2  # failures of this kind in a run, after which a host is left out also without a limit
 Failure = tuple[float, str]  # Unix seconds, and what happened
 
 
@@ -38,7 +41,8 @@ def describe(failures: Iterable[Failure]) -> str:
 
 @dataclass
 class HostFailures:
-    """The failures of hosts, by host. After `limit` failures a host is to be left out (None: never).
+    """The failures of hosts, by host. After `limit` failures a host is to be left out (None: never). It is also to be
+    left out if its workers computed `wrong` values twice in this run, and the run has other hosts.
 
     `agents` are the hosts of agents. `excluded` has the reasons for each host that is left out, and `spared` the hosts
     that the run needs although they failed that often.
@@ -49,6 +53,7 @@ class HostFailures:
     agents: dict[str, str] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     spared: set[str] = field(default_factory=set)
+    wrong: Counter[str] = field(default_factory=Counter)
     clock: Callable[[], float] = time.time
 
     def join(self, agent: str, host: str, earlier: Iterable[Failure]) -> str:
@@ -67,12 +72,17 @@ class HostFailures:
     def add(self, agent: str, why: str) -> Failure:
         """Counts a failure of an agent's host, and returns it with its time."""
         failure = round(self.clock(), 3), in_one_line(why)[:LONGEST]  # as the host remembers it
-        self.failures.setdefault(self.agents.get(agent, ""), []).append(failure)
+        self._count(self.agents.get(agent, ""), failure)
         return failure
+
+    def _count(self, host: str, failure: Failure) -> None:
+        self.failures.setdefault(host, []).append(failure)
+        self.wrong[host] += failure[1].endswith(WRONG_VALUES)
 
     def is_due(self, host: str) -> bool:
         """Whether a host has failed so often that it is to be left out, and is not yet."""
         often = self.limit is not None and len(self.failures.get(host, ())) >= self.limit
+        often |= self.wrong[host] >= TWICE and any(other != host for other in self.agents.values())
         return bool(host) and often and host not in self.excluded
 
     def about(self, agent: str) -> dict[str, Any]:
@@ -87,4 +97,4 @@ class HostFailures:
             if event.get("event") == "excluded":
                 self.excluded[host] = str(event.get("text"))
             elif event.get("event") == "host" and event.get("kind") == "failure":
-                self.failures.setdefault(host, []).append((float(event.get("since") or 0.0), str(event.get("text"))))
+                self._count(host, (float(event.get("since") or 0.0), str(event.get("text"))))

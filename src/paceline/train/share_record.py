@@ -7,14 +7,15 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.comm.digests import checksum, combined, sketch
+from paceline.comm.digests import SIGNS, checksum, combined, sketch
 from paceline.comm.gradient_buckets import Bucket, Buckets
+from paceline.compute.forward_backward import Loss
 from paceline.compute.job import StepSums, TrainingJob
 from paceline.compute.microbatches import MicroBatch, tensors_of
 
@@ -23,14 +24,73 @@ Content = Mapping[str, Any]  # of a record, as workers send it to each other
 # may decide whether a unit is active.
 _OF_FLOAT64, _OTHER = 1e-6, 0.25
 _LEAST = 0.1  # of the norm of all gradients: what a small gradient is compared with
+# Units of rounding by which outputs, and so the gradients of a loss, may differ between workers. A sum of n products
+# is off by about sqrt(n) units (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019), of
+# float32 also with numbers of 16 bits. The results of exp, log, a difference and a product are rounded.
+_SUMMED, _ROUNDED = math.sqrt(4096), 4.0
 ROWS, FIGURES = "the rows", "the loss, a metric or a buffer"
+
+
+class OutputGradients:
+    """Measures the gradients of the forward's outputs: how much of the gradients of a share may be rounding.
+
+    A loss computes the gradient of an output as a difference of numbers as large as the output or 1, times the weight
+    of a row: y - target, or p - 1 in softmax with cross-entropy. Each rounding moves it by a unit in the last digit of
+    these numbers, however small the difference is because the model is sure of the row (Higham, Accuracy and Stability
+    of Numerical Algorithms, 2002, section 1.7). The gradients of the parameters follow linearly from it.
+    """
+
+    def __init__(self, precision: str | None) -> None:
+        self._least = 0.0 if precision is None else _error(torch.float16 if precision == "fp16" else torch.bfloat16)
+        self.error = 0.0  # by which rounding may change an output or its gradient, if they are about 1
+        self._squares = self._numbers = 0.0  # sums of squares, in weights of a row
+
+    def watch(self, output: Any, loss: Loss) -> None:
+        """Watches the backward of an output with its loss."""
+        root, rows = (loss.total, 1.0) if loss.mean is None else (loss.mean, float(loss.count))
+        weight = [0.0]
+
+        def hook_loss(grad: torch.Tensor) -> None:
+            weight[0] = abs(float(grad)) / (rows or 1.0)
+
+        def hook_output(numbers: float, error: float, grad: torch.Tensor) -> None:
+            if weight[0]:  # else a dummy's
+                self._squares += (_norm_of(grad) / weight[0]) ** 2
+                self._numbers += numbers
+                self.error = max(self.error, error, self._least)
+
+        with torch._C.DisableTorchFunction():
+            # Tiled logits are not a plain tensor: they have no gradient. A single number is a loss.
+            plain = (one for one in tensors_of(output) if type(one) is torch.Tensor and one.dim())
+            outputs = [one for one in plain if one.requires_grad]
+            if root.requires_grad and outputs:
+                root.register_hook(hook_loss)
+                for one in outputs:
+                    one.register_hook(partial(hook_output, one.numel() + _norm_of(one) ** 2, _error(one.dtype)))
+
+    @property
+    def part(self) -> float:
+        """The part of the gradients that rounding may make up; 0 if it is not known."""
+        known = self._squares > 0.0 and math.isfinite(self._squares)
+        return self.error * math.sqrt(self._numbers / self._squares) if known else 0.0
+
+
+def _error(dtype: torch.dtype) -> float:
+    unit = torch.finfo(dtype).eps / 2
+    return _SUMMED * min(unit, torch.finfo(torch.float32).eps / 2) + _ROUNDED * unit
+
+
+def _norm_of(tensor: torch.Tensor) -> float:
+    size = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    return float(torch.linalg.vector_norm(size, dtype=torch.promote_types(size.dtype, torch.float32)))
 
 
 class ShareRecord:
     """Digests of a share: of its rows, of the gradients of each parameter, and of loss, metrics and buffer changes.
 
     `take` gets each complete bucket, before it is sent. With `sketched`, sketches of the gradients come in addition,
-    for workers that round otherwise. `failed` says that the share was not computed completely.
+    for workers that round otherwise; then `outputs` is to watch the losses. `failed` says that the share was not
+    computed completely.
     """
 
     def __init__(self, job: TrainingJob, buckets: Buckets | None, sketched: bool) -> None:
@@ -38,6 +98,7 @@ class ShareRecord:
         self._digests: dict[str, int] = {}
         self._sketches: dict[str, list[float]] = {}
         self._names = list(job.named)
+        self.outputs = OutputGradients(job.precision)
         self.rows = self.figures = 0
         self.failed = False
 
@@ -81,8 +142,10 @@ class ShareRecord:
         """Returns all digests by name, of parameters in their order; `kind` names what this worker computes with."""
         digests = {name: self._digests.get(name, 0) for name in self._names}
         digests = {ROWS: self.rows, **digests, FIGURES: self.figures}
-        sketches = {name: self._sketches[name] for name in digests if name in self._sketches}
-        return {"kind": kind, "digest": self.digest, "digests": digests, "sketches": sketches}
+        names = [*self._names, FIGURES] if self._sketched else []
+        sketches = {name: self._sketches.get(name, [0.0] * (1 + SIGNS)) for name in names}
+        rounding = [self.outputs.error, self.outputs.part]
+        return {"kind": kind, "digest": self.digest, "digests": digests, "sketches": sketches, "rounding": rounding}
 
 
 def _parts(param: torch.Tensor) -> list[torch.Tensor]:
@@ -100,17 +163,32 @@ def first_difference(one: Content, other: Content, tolerance: float) -> str:
     if one["kind"] == other["kind"]:
         digests = other["digests"]
         return next((name for name, digest in one["digests"].items() if digest != digests.get(name)), "")
-    sketches = one["sketches"]
-    norm = math.hypot(*(numbers[0] for name, numbers in sketches.items() if name != FIGURES))
-    for name in dict.fromkeys([*sketches, *other["sketches"]]):
-        numbers, others = sketches.get(name), other["sketches"].get(name)
-        if numbers is None or others is None:  # only one of them has a gradient
-            return str(name)
-        sizes = numbers[0], others[0], 0.0 if name == FIGURES else _LEAST * norm
-        scale = max(size for size in (0.0, *sizes) if math.isfinite(size))
-        if any(not _near(a, b, tolerance * scale) for a, b in zip(numbers, others, strict=True)):
+    norms = [norm for content in (one, other) if math.isfinite(norm := _norm(content))]
+    least = _LEAST * min(norms, default=0.0)
+    for name, numbers in one["sketches"].items():
+        others = other["sketches"][name]
+        scale = max(size for size in (0.0, numbers[0], others[0]) if math.isfinite(size))
+        scale = scale if name == FIGURES else max(scale, least)
+        # The smaller one of both: a wrong gradient may be large.
+        roundings = [size for content in (one, other) if (size := _rounding(content, name, least)) > 0.0]
+        limit = max(tolerance * scale, min(roundings, default=0.0))
+        if any(not _near(a, b, limit) for a, b in zip(numbers, others, strict=True)):
             return str(name)
     return ""
+
+
+def _norm(content: Content) -> float:
+    """Returns the norm of all gradients of a record."""
+    return math.hypot(*(numbers[0] for name, numbers in content["sketches"].items() if name != FIGURES))
+
+
+def _rounding(content: Content, name: str, least: float) -> float:
+    """Returns by how much rounding may change a gradient, at `least` of this norm, or the loss of a record; 0 if that
+    is not known.
+    """
+    (error, part), numbers = content["rounding"], content["sketches"][name]
+    rounding = error * abs(numbers[-1]) if name == FIGURES else part * max(numbers[0], least)
+    return float(rounding) if math.isfinite(rounding) else 0.0
 
 
 def _near(one: float, other: float, limit: float) -> bool:

@@ -142,7 +142,7 @@ class StepCheck:
         self._hosts: dict[int, str] = {}  # by worker: host and device
         self._reducer: CheckedReducer | None = None
         self._shares = list(range(self.context.group.size))  # by rank: whose share the worker computes in addition
-        self._mixed = False  # whether some worker checks one with another kind of processor
+        self._mixed = False  # whether several workers are alone in their kind of processor, and check each other
         self._kinds: list[str] = []  # by rank: what the worker's unit computes with
         self._grids: list[float] = []  # of exact sums, when the attempt began
         self._records: list[ShareRecord] = []  # of this worker's own share, and of the other one
@@ -164,6 +164,7 @@ class StepCheck:
             yield
         finally:
             replica.transit, replica.send_bucket = usual
+            replica.runner.on_loss = None
 
     def _look(self, bucket: Bucket) -> None:
         self._records[0].take(bucket)
@@ -188,11 +189,13 @@ class StepCheck:
         guard = replica.runner.guard
         guard.wake()
         self._records = [ShareRecord(context.job, verifier.buckets, self._mixed) for _ in range(2)]
-        other = self._records[1]
+        local, other = self._records
+        replica.runner.on_loss = other.outputs.watch if self._mixed else None
         with without_a_trace(context.job.model, guard.streams), guard.unlearning():
             other.close(micro_batches, compute(replica, micro_batches, options, other.take))
             context.restore_state()
             replica.abort(again=True)
+        replica.runner.on_loss = local.outputs.watch if self._mixed else None
         exact = replica.grad_buffers.exact
         self._grids = [] if exact is None else [*exact.largest]
         step.began += time.perf_counter() - began
@@ -210,7 +213,7 @@ class StepCheck:
             kinds.append((*(kind for _, kind in reports[first : first + period]), *map(of_unit.index, of_unit)))
         units = partners(kinds, context.done // self.verifier.every + self.attempt)
         self._shares = [units[rank // period] * period + rank % period for rank in range(group.size)]
-        self._mixed = any(kinds[unit] != kinds[partner] for unit, partner in enumerate(units))
+        self._mixed = sum(kinds.count(kind) == 1 for kind in kinds) > 1
         self._kinds = [" ".join(map(str, kinds[rank // period])) for rank in range(group.size)]
         return [int(merge) for merge, _ in reports]
 
@@ -308,6 +311,11 @@ class StepCheck:
         group.declare(f"{self.step.name}, in detail", check=False, kind="verification")
         reports = group.gather_json([local, other, f"{context.run.team.world.host}, {name_of(context.job.device)}"])
         self._hosts = {name: host for name, (*_, host) in zip(group.names, reports, strict=True)}
+        for first in range(0, group.size, self.verifier.period):  # of a unit, one worker may have the outputs
+            for contents in list(zip(*reports[first : first + self.verifier.period], strict=True))[:2]:
+                rounding = [max(values) for values in zip(*(one["rounding"] for one in contents), strict=True)]
+                for one in contents:
+                    one["rounding"] = rounding
         for name, (content, *_), rank in zip(group.names, reports, range(group.size), strict=True):
             self._votes.setdefault(rank, []).append(Vote(name, self.attempt, content))
         for name, (_, content, _), share in zip(group.names, reports, self._shares, strict=True):

@@ -54,9 +54,9 @@ KINDS = "job,service,secret,configmap,networkpolicy"
 OWNERS = {"job": "", "jobset": "jobset,", "trainjob": "trainjob,trainingruntime,"}  # further kinds, by the shape
 FLAGS = (
     *("max_time", "save_every", "keep", "checkpoints", "mirror", "log_to"),
-    *("max_restarts", "min_workers", "exclude_after", "hang_timeout"),
+    *("verify_steps", "max_restarts", "min_workers", "exclude_after", "hang_timeout"),
 )
-SWITCHES = ("cold_start", "quiet", "verbose")
+SWITCHES = ("heal", "cold_start", "quiet", "verbose")
 Pod = Mapping[str, Any]
 
 
@@ -163,7 +163,7 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         restarts=options["max_restarts"],
         again=again,
         options=PodOptions.parse(given, [*PATHS.values()]),
-        excludes=options["exclude_after"] is not None,
+        excludes=options["exclude_after"] is not None or options["verify_steps"] is not None,
     )
 
 
