@@ -36,8 +36,10 @@ from paceline.data.collate_check import Collated
 from paceline.data.mixing import Mix
 from paceline.data.order import sample_index
 from paceline.data.packing import PackedDocuments
+from paceline.data.row_groups import takes_tensors
 from paceline.data.row_stream import NumberedRows, Position, RowStream
 from paceline.data.sampler_order import DRAWN, Order, SamplerOrder, rows_of
+from paceline.data.table_rows import TableRows
 from paceline.data.tokens import Tokens
 from paceline.errors import AddNote, DatasetError, UsageError, a
 
@@ -152,8 +154,14 @@ class Source:
 
     @property
     def stacks(self) -> bool:
-        """Whether collate stacks the tensors of rows, so that a part of a micro-batch can be collated alone."""
-        return self.collate is default_collate and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        """Whether collate is torch's, which stacks the tensors of rows, and the script has added no types to it."""
+        functions, module = default_collate_fn_map.values(), collate_tensor_fn.__module__
+        return self.collate is default_collate and all(function.__module__ == module for function in functions)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the dataset makes batches by columns, which are those that collate would make of its rows."""
+        return isinstance(self.dataset, TableRows) and self.dataset.is_unchanged and self.stacks
 
     def snapshot(self) -> Snapshot:
         """A snapshot of all objects that rows depend on besides their number."""
@@ -180,13 +188,14 @@ class Source:
     def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:
         """Yields the slots with their rows' dataset indices, which a vectorised order gives for many slots at once."""
         assert self.rows is not None
+        at_once = takes_tensors(self.order)
         for epoch, run in groupby(slots, key=lambda slot: slot.epoch):
             # A script's order is called only when the rows are needed: it may depend on what the loop's body changes.
-            while chunk := list(_about(run, AHEAD if self.order is sample_index else 1)):
+            while chunk := list(_about(run, AHEAD if at_once else 1)):
                 positions = [position for slot in chunk for position in range(slot.start, slot.stop)]
-                if self.order is sample_index:
+                if at_once:
                     position_tensor = torch.tensor(positions, dtype=torch.int64)
-                    dataset_indices = sample_index(position_tensor, self.rows, self.seed, epoch).tolist()
+                    dataset_indices = self.order(position_tensor, self.rows, self.seed, epoch).tolist()
                 else:
                     dataset_indices = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
                 indices = iter(dataset_indices)
@@ -256,6 +265,8 @@ class _Rows(Dataset[tuple[Slot, Any]]):
     def _load(self, slot: Slot, part: range) -> Any:
         """Loads and collates the rows `part` of a micro-batch."""
         source, indices = self.source, slot.rows[part.start : part.stop]
+        if source.is_table:  # which draws no random numbers
+            return source.dataset.batch(indices)
         if not self.draws:
             # As long as rows draw no random numbers, one seed for all is enough. If a row draws, they are loaded again.
             self.streams.seed(0)
