@@ -194,7 +194,7 @@ class Source:
             while chunk := list(_about(run, AHEAD if at_once else 1)):
                 positions = [position for slot in chunk for position in range(slot.start, slot.stop)]
                 if at_once:
-                    position_tensor = torch.tensor(positions, dtype=torch.int64)
+                    position_tensor = _tensor_of(positions)
                     dataset_indices = self.order(position_tensor, self.rows, self.seed, epoch).tolist()
                 else:
                     dataset_indices = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
@@ -217,6 +217,10 @@ def _plain(tensor: Any) -> bool:
     usual = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
     usual = usual and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad) and tensor.numel() > 0
     return usual and tensor.stride() == torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
+
+
+def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)  # in a quarter of torch.tensor's time
 
 
 def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:
@@ -249,7 +253,7 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         """The collated rows of a TensorDataset; None if they have to be loaded one by one."""
         if not (self.quiet or self._columns) or min(indices) < 0 or max(indices) >= len(self._columns[0]):
             return None
-        wanted = torch.frombuffer(array("q", indices), dtype=torch.int64)  # in a quarter of torch.tensor's time
+        wanted = _tensor_of(indices)
         return [tensor.index_select(0, wanted) for tensor in self._columns]
 
     def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:

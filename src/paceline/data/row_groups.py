@@ -42,6 +42,7 @@ class RowGroups:
 
     def __init__(self, sizes: Sequence[int], cache: int, dataset: str) -> None:
         self._starts: list[int] = [0, *accumulate(sizes)]
+        self._edges = np.array(self._starts, np.int64)
         self._cache, self._dataset = cache, dataset
         self._kept: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # {group: (bytes, what was read)}
         self._shuffled: tuple[Any, list[int], list[int]] = (None, [], [])
@@ -61,10 +62,9 @@ class RowGroups:
 
         Groups come in the order of their first rows in `rows`, which are numbered from 0.
         """
-        starts = np.array(self._starts, np.int64)
-        groups = np.searchsorted(starts, rows, "right") - 1
-        for group in dict.fromkeys(groups.tolist()):
-            numbers = np.flatnonzero(groups == group)
+        groups = self._edges.searchsorted(rows, "right") - 1
+        for group in (touched := dict.fromkeys(groups.tolist())):
+            numbers = np.flatnonzero(groups == group) if len(touched) > 1 else np.arange(len(rows))
             yield group, rows[numbers] - self._starts[group], numbers
 
     def take(self, group: int, read: Callable[[int], tuple[int, Any]]) -> Any:
@@ -102,7 +102,7 @@ class RowGroups:
             return int(shuffled(bisect_right(starts, position) - 1, position))
         turns = np.searchsorted(starts, position.numpy(), "right") - 1
         rows = position.clone()
-        for turn in np.unique(turns).tolist():
+        for turn in dict.fromkeys(turns.tolist()):
             rows[turns == turn] = shuffled(turn, position[turns == turn])
         return rows
 

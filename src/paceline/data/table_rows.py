@@ -79,7 +79,7 @@ class GroupedTableRows(TableRows, GroupedRows):
 def _from_zero(rows: Sequence[int], count: int) -> Any:
     """Returns rows of a table of `count` as an array of int64, without negative numbers. Raises IndexError."""
     numbers = np.asarray(rows)
-    if numbers.ndim == 1 and numbers.dtype == np.int64 and (not numbers.size or 0 <= numbers.min() <= numbers.max() < count):
+    if numbers.dtype == np.int64 and (numbers.view(np.uint64) < count).all():  # negative ones are large then
         return numbers
     return np.array([row_number(row, count) for row in rows], np.int64)
 
