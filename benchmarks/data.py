@@ -89,12 +89,12 @@ def write_webdataset(folder: Path, rows: int) -> None:
 
 
 def own_webdataset(folder: Path, loaders: int) -> Callable[[], Batches]:
-    from webdataset import WebDataset
+    from webdataset import WebDataset, WebLoader
 
     def begin() -> Batches:
         samples = WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=100, empty_check=False)
-        samples = samples.shuffle(1000).decode().to_tuple("npy", "cls")
-        return DataLoader(samples, BATCH, num_workers=loaders)
+        samples = samples.shuffle(1000).decode().to_tuple("npy", "cls").batched(BATCH)
+        return WebLoader(samples, batch_size=None, num_workers=loaders)
 
     return begin
 

@@ -30,9 +30,10 @@ class ParquetRows(GroupedTableRows):
         except ModuleNotFoundError as error:
             raise UsageError("Parquet files need pyarrow", "pip install 'paceline[parquet]'") from error
         self.url, self._columns = os.fspath(url), columns and list(columns)
-        location = self.url if re.match(r"[A-Za-z][\w+.-]*://", self.url) else f"file://{os.path.abspath(self.url)}"
+        self._store, root = fs.LocalFileSystem(), os.path.abspath(self.url)
         try:
-            self._store, root = fs.FileSystem.from_uri(location)
+            if re.match(r"[A-Za-z][\w+.-]*://", self.url):
+                self._store, root = fs.FileSystem.from_uri(self.url)
             infos = [self._store.get_file_info(root)]
             if infos[0].type == fs.FileType.Directory:
                 infos = self._store.get_file_info(fs.FileSelector(root, recursive=True))

@@ -102,7 +102,7 @@ class RowGroups:
             return int(shuffled(bisect_right(starts, position) - 1, position))
         turns = np.searchsorted(starts, position.numpy(), "right") - 1
         rows = position.clone()
-        for turn in dict.fromkeys(turns.tolist()):
+        for turn in np.unique(turns).tolist():
             rows[turns == turn] = shuffled(turn, position[turns == turn])
         return rows
 
