@@ -89,12 +89,12 @@ def write_webdataset(folder: Path, rows: int) -> None:
 
 
 def own_webdataset(folder: Path, loaders: int) -> Callable[[], Batches]:
-    from webdataset import WebDataset
+    from webdataset import WebDataset, WebLoader
 
     def begin() -> Batches:
         samples = WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=100, empty_check=False)
-        samples = samples.shuffle(1000).decode().to_tuple("npy", "cls")
-        return DataLoader(samples, BATCH, num_workers=loaders)
+        samples = samples.shuffle(1000).decode().to_tuple("npy", "cls").batched(BATCH)
+        return WebLoader(samples, batch_size=None, num_workers=loaders)
 
     return begin
 
@@ -258,10 +258,10 @@ FORMATS = {
     ),
     "hugging face": Format(("datasets",), write_dataset, open_dataset, own_dataset, named),
     "arrow": Format(
-        ("datasets",), write_dataset, lambda folder: data.ArrowRows(folder / "*.arrow"), own_dataset, named
+        ("datasets",), write_dataset, lambda folder: data.ArrowRows(folder / "*.arrow"), own_dataset, default_collate
     ),
-    "parquet": Format(("pyarrow",), write_parquet, data.ParquetRows, own_parquet, named),
-    "lance": Format(("lance",), write_lance, lambda folder: data.LanceRows(folder / "rows.lance"), own_lance, named),
+    "parquet": Format(("pyarrow",), write_parquet, data.ParquetRows, own_parquet, default_collate),
+    "lance": Format(("lance",), write_lance, lambda folder: data.LanceRows(folder / "rows.lance"), own_lance, default_collate),
     "images": Format(
         ("torchvision", "PIL"),
         write_images,
@@ -290,7 +290,8 @@ def by_paceline(form: Format, rows: Any, loaders: int, start: int = 0) -> Iterat
 def timed(batches: Batches) -> tuple[float, int, int, float]:
     """Seconds of an epoch, its rows, and the sums of its labels and values."""
     began, rows, labels, values = time.perf_counter(), 0, 0, 0.0
-    for x, y in batches:
+    for batch in batches:
+        x, y = batch.values() if isinstance(batch, dict) else batch
         rows, labels, values = rows + len(x), labels + int(y.sum()), values + float(x.double().sum())
     return time.perf_counter() - began, rows, labels, values
 

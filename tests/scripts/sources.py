@@ -208,7 +208,13 @@ REMOTE = ["arrow files", "images", "json lines", "litdata", "litdata arrow", "md
 ALL = {**KINDS, "arrow files": KINDS["arrow"]._replace(write=lambda folder: write_arrow(folder, ()))}
 
 
-def loss(output: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
+def numbers_of(batch: Any) -> torch.Tensor:
+    """The numbers of a batch, which Paceline has made of columns or `collate` of rows."""
+    return batch["number"].double() if isinstance(batch, dict) else batch
+
+
+def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    rows = numbers_of(batch)
     sums = {f"power {power}": (float((rows**power).sum()), len(rows)) for power in (1, 2, 3)}
     return (output[:, 0] - rows / 1000).square().sum(), len(rows), sums
 
@@ -218,7 +224,7 @@ def main(name: str, folder: str, out: str) -> None:
     trainer = paceline.Trainer(
         lambda: nn.Linear(1, 1).double(),
         loss=loss,
-        forward=lambda model, rows: model(rows[:, None] / 1000),
+        forward=lambda model, batch: model(numbers_of(batch)[:, None] / 1000),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
         global_batch=BATCH,
         plan="micro=2",
@@ -226,7 +232,8 @@ def main(name: str, folder: str, out: str) -> None:
     )
     trainer.state.setdefault("steps", [])
     dataset = kind.open(folder)
-    collate = lambda rows: torch.tensor([kind.number(row) for row in rows], dtype=torch.float64)
+    one_by_one = lambda rows: torch.tensor([kind.number(row) for row in rows], dtype=torch.float64)
+    collate = None if name.split()[0] in ("arrow", "parquet", "lance") else one_by_one
     order = None if name == "packed" else getattr(dataset, "order", None)  # which has a global batch as its argument
     for report in trainer.steps(dataset, epochs=EPOCHS, collate=collate, order=order):
         sums = [round(report.metrics[f"power {power}"] * report.samples) for power in (1, 2, 3)]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from paceline.data.byte_ranges import LocalFiles, RemoteFiles, find_files, names_of
-from paceline.data.parquet import values_of
-from paceline.data.row_groups import CACHE, GroupedRows, RowGroups, row_number
+from paceline.data.row_groups import CACHE, RowGroups
 from paceline.data.row_index import row_begins
+from paceline.data.table_rows import Columns, GroupedTableRows, columns_of
 from paceline.errors import DatasetError, UsageError, first_line
 
+_BLOCK = 1024  # rows of a Lance dataset that are read together
+_DENSE = 32  # rows that are asked for together, from which on blocks are read: fewer may be all that is needed of them
 _MISSING = "pass Arrow files, or a pattern like folder/*.arrow"
 Store = LocalFiles | RemoteFiles
 
 
-class ArrowRows(GroupedRows):
+class ArrowRows(GroupedTableRows):
     """All rows of Arrow files, in the order of the files: each a dict from a column to its value.
 
     Values are those of `ParquetRows`. `files`: a path or URL that fsspec knows (``s3://...``, which gets
@@ -65,10 +69,6 @@ class ArrowRows(GroupedRows):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": (0, {})}
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        group, at = self._rows.locate(row)
-        return {name: column[at] for name, column in self._rows.take(group, self._read).items()}
-
     def _batches(self, file: int) -> Callable[[int], Any]:
         if self._open[0] != os.getpid():  # a fork shares no open file
             self._open = (os.getpid(), {})
@@ -77,13 +77,13 @@ class ArrowRows(GroupedRows):
             readers[file] = _reader(*self._files[file])[1]
         return readers[file]
 
-    def _read(self, number: int) -> tuple[int, dict[str, Any]]:
+    def _read(self, number: int) -> tuple[int, Columns]:
         import pyarrow
 
         file, batch = self._groups[number]
         table = pyarrow.Table.from_batches([self._batches(file)(batch)])
         table = table.select(self._columns) if self._columns is not None else table
-        return table.nbytes, {name: values_of(table[name]) for name in table.column_names}
+        return table.nbytes, columns_of(table)
 
 
 def _reader(store: Store, path: str) -> tuple[int, Callable[[int], Any]]:
@@ -119,12 +119,13 @@ def _batch_begins(store: Store, path: str, _: int) -> list[int]:
     return begins
 
 
-class LanceRows:
+class LanceRows(GroupedTableRows):
     """All rows of a Lance dataset, in its order: each a dict from a column to its value, as in `ParquetRows`.
 
     `url` is a path or URL that lance knows, which gets `storage_options`. `columns`: which to read (default: all). The
     rows are those of the version that is the newest when the dataset is opened. The rows of a micro-batch are read with
-    one call. May be pickled and forked.
+    one call. If they are 32 or more of one or two blocks of 1024 rows, as with ``order=rows.order``, the blocks are
+    read, of which as many stay in memory as `cache` bytes hold. May be pickled and forked.
 
     Raises UsageError without lance, DatasetError where there is no such dataset, column or row.
     """
@@ -133,38 +134,43 @@ class LanceRows:
         self,
         url: str | os.PathLike[str],
         columns: Sequence[str] | None = None,
+        cache: int = CACHE,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         self._url, self._columns = os.fspath(url), None if columns is None else list(columns)
         self._options = None if storage_options is None else dict(storage_options)
         self._version: int | None = None
-        self._count = 0
         self._opened: tuple[int, Any] = (0, None)  # (process id, dataset): lance's threads do not survive a fork
         dataset = self._dataset()
-        self._version, self._count = int(dataset.version), int(dataset.count_rows())
+        self._version, count = int(dataset.version), int(dataset.count_rows())
         names = dataset.schema.names
         if missing := [name for name in self._columns or () if name not in names]:
             raise DatasetError(f"{self._url} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
-        if not self._count:
+        if not count:
             raise DatasetError(f"{self._url} has no rows", "pass a dataset that lance.write_dataset wrote")
+        blocks = range(0, count, _BLOCK)
+        self._rows = RowGroups([min(_BLOCK, count - start) for start in blocks], cache, "LanceRows")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": (0, None)}
 
-    def __len__(self) -> int:
-        return self._count
+    def parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
+        """Yields (columns, numbers there, numbers in `rows`): of blocks, or of all rows together."""
+        blocks = list(self._rows.divided(rows))
+        if len(rows) >= _DENSE and len(blocks) <= 2:
+            for block, at, to in blocks:
+                yield self._rows.take(block, self._read), at, to
+        elif len(rows):
+            numbers = np.arange(len(rows))
+            yield columns_of(self._table(rows.tolist())), numbers, numbers
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.__getitems__([row])[0]
+    def _read(self, number: int) -> tuple[int, Columns]:
+        start = number * _BLOCK
+        table = self._table(list(range(start, min(start + _BLOCK, len(self)))))
+        return table.nbytes, columns_of(table)
 
-    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Several rows, in the order asked for. Raises IndexError."""
-        numbers = [row_number(row, len(self)) for row in rows]
-        if not numbers:
-            return []
-        table = self._dataset().take(numbers, columns=self._columns).combine_chunks()
-        columns = {name: values_of(table[name]) for name in table.column_names}
-        return [{name: column[at] for name, column in columns.items()} for at in range(len(numbers))]
+    def _table(self, rows: list[int]) -> Any:
+        return self._dataset().take(rows, columns=self._columns).combine_chunks()
 
     def _dataset(self) -> Any:
         if self._opened[0] != os.getpid():

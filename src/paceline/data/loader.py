@@ -36,8 +36,10 @@ from paceline.data.collate_check import Collated
 from paceline.data.mixing import Mix
 from paceline.data.order import sample_index
 from paceline.data.packing import PackedDocuments
+from paceline.data.row_groups import takes_tensors
 from paceline.data.row_stream import NumberedRows, Position, RowStream
 from paceline.data.sampler_order import DRAWN, Order, SamplerOrder, rows_of
+from paceline.data.table_rows import TableRows
 from paceline.data.tokens import Tokens
 from paceline.errors import AddNote, DatasetError, UsageError, a
 
@@ -152,8 +154,14 @@ class Source:
 
     @property
     def stacks(self) -> bool:
-        """Whether collate stacks the tensors of rows, so that a part of a micro-batch can be collated alone."""
-        return self.collate is default_collate and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        """Whether collate is torch's, which stacks the tensors of rows, and the script has added no types to it."""
+        functions, module = default_collate_fn_map.values(), collate_tensor_fn.__module__
+        return self.collate is default_collate and all(function.__module__ == module for function in functions)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the dataset makes batches by columns, which are those that collate would make of its rows."""
+        return isinstance(self.dataset, TableRows) and self.dataset.is_unchanged and self.stacks
 
     def snapshot(self) -> Snapshot:
         """A snapshot of all objects that rows depend on besides their number."""
@@ -180,13 +188,14 @@ class Source:
     def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:
         """Yields the slots with their rows' dataset indices, which a vectorised order gives for many slots at once."""
         assert self.rows is not None
+        at_once = takes_tensors(self.order)
         for epoch, run in groupby(slots, key=lambda slot: slot.epoch):
             # A script's order is called only when the rows are needed: it may depend on what the loop's body changes.
-            while chunk := list(_about(run, AHEAD if self.order is sample_index else 1)):
+            while chunk := list(_about(run, AHEAD if at_once else 1)):
                 positions = [position for slot in chunk for position in range(slot.start, slot.stop)]
-                if self.order is sample_index:
-                    position_tensor = torch.tensor(positions, dtype=torch.int64)
-                    dataset_indices = sample_index(position_tensor, self.rows, self.seed, epoch).tolist()
+                if at_once:
+                    position_tensor = _tensor_of(positions)
+                    dataset_indices = self.order(position_tensor, self.rows, self.seed, epoch).tolist()
                 else:
                     dataset_indices = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
                 indices = iter(dataset_indices)
@@ -208,6 +217,10 @@ def _plain(tensor: Any) -> bool:
     usual = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
     usual = usual and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad) and tensor.numel() > 0
     return usual and tensor.stride() == torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
+
+
+def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)  # in a quarter of torch.tensor's time
 
 
 def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:
@@ -240,7 +253,7 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         """The collated rows of a TensorDataset; None if they have to be loaded one by one."""
         if not (self.quiet or self._columns) or min(indices) < 0 or max(indices) >= len(self._columns[0]):
             return None
-        wanted = torch.frombuffer(array("q", indices), dtype=torch.int64)  # in a quarter of torch.tensor's time
+        wanted = _tensor_of(indices)
         return [tensor.index_select(0, wanted) for tensor in self._columns]
 
     def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
@@ -256,6 +269,8 @@ class _Rows(Dataset[tuple[Slot, Any]]):
     def _load(self, slot: Slot, part: range) -> Any:
         """Loads and collates the rows `part` of a micro-batch."""
         source, indices = self.source, slot.rows[part.start : part.stop]
+        if source.is_table:  # which draws no random numbers
+            return source.dataset.batch(indices)
         if not self.draws:
             # As long as rows draw no random numbers, one seed for all is enough. If a row draws, they are loaded again.
             self.streams.seed(0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
+from paceline.data.row_groups import CACHE, RowGroups
+from paceline.data.table_rows import Columns, GroupedTableRows, columns_of
 from paceline.errors import DatasetError, UsageError, first_line
 
 
-class ParquetRows(GroupedRows):
+class ParquetRows(GroupedTableRows):
     """All rows of the Parquet files in a folder, in the order of their paths: each a dict from a column to its value.
 
     Numbers are numpy's scalars, lists of numbers numpy arrays, which torch's collate makes tensors of; all else is as
@@ -30,9 +30,10 @@ class ParquetRows(GroupedRows):
         except ModuleNotFoundError as error:
             raise UsageError("Parquet files need pyarrow", "pip install 'paceline[parquet]'") from error
         self.url, self._columns = os.fspath(url), columns and list(columns)
-        location = self.url if re.match(r"[A-Za-z][\w+.-]*://", self.url) else f"file://{os.path.abspath(self.url)}"
+        self._store, root = fs.LocalFileSystem(), os.path.abspath(self.url)
         try:
-            self._store, root = fs.FileSystem.from_uri(location)
+            if re.match(r"[A-Za-z][\w+.-]*://", self.url):
+                self._store, root = fs.FileSystem.from_uri(self.url)
             infos = [self._store.get_file_info(root)]
             if infos[0].type == fs.FileType.Directory:
                 infos = self._store.get_file_info(fs.FileSelector(root, recursive=True))
@@ -57,11 +58,7 @@ class ParquetRows(GroupedRows):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": (0, {})}
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        group, at = self._rows.locate(row)
-        return {name: column[at] for name, column in self._rows.take(group, self._read).items()}
-
-    def _read(self, number: int) -> tuple[int, dict[str, Any]]:
+    def _read(self, number: int) -> tuple[int, Columns]:
         from pyarrow import parquet
 
         path, group = self._groups[number]
@@ -71,31 +68,4 @@ class ParquetRows(GroupedRows):
         if path not in files:
             files[path] = parquet.ParquetFile(path, filesystem=self._store)
         table = files[path].read_row_group(group, columns=self._columns, use_threads=False).combine_chunks()
-        return table.nbytes, {name: values_of(table[name]) for name in table.column_names}
-
-
-class _Lists:
-    """A column whose values are lists of numbers."""
-
-    def __init__(self, array: Any) -> None:
-        self._numbers = array.flatten().to_numpy(zero_copy_only=False)
-        self._starts = [0, *accumulate(array.value_lengths().to_pylist())]
-
-    def __getitem__(self, row: int) -> Any:
-        return self._numbers[self._starts[row] : self._starts[row + 1]].copy()
-
-
-def values_of(column: Any) -> Any:
-    """Returns the values of a column of one chunk, as a sequence."""
-    from pyarrow import types
-
-    array = column.chunk(0)
-    numbers = (types.is_integer, types.is_floating, types.is_boolean)
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if not array.null_count and any(is_so(array.type) for is_so in numbers):
-        return array.to_numpy(zero_copy_only=False)
-    if not array.null_count and any(is_so(array.type) for is_so in lists):
-        inner = array.flatten()
-        if not inner.null_count and any(is_so(inner.type) for is_so in numbers):
-            return _Lists(array)
-    return array.to_pylist()
+        return table.nbytes, columns_of(table)

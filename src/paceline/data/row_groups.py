@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import index
 from typing import Any
+
+import numpy as np
 
 from paceline.data.order import sample_index
 from paceline.errors import UsageError
@@ -40,6 +42,7 @@ class RowGroups:
 
     def __init__(self, sizes: Sequence[int], cache: int, dataset: str) -> None:
         self._starts: list[int] = [0, *accumulate(sizes)]
+        self._edges = np.array(self._starts, np.int64)
         self._cache, self._dataset = cache, dataset
         self._kept: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # {group: (bytes, what was read)}
         self._shuffled: tuple[Any, list[int], list[int]] = (None, [], [])
@@ -54,6 +57,16 @@ class RowGroups:
         """Returns the group of a row, and the number of the row in it. Raises IndexError."""
         return locate(row, self._starts)
 
+    def divided(self, rows: Any) -> Iterator[tuple[int, Any, Any]]:
+        """Yields each group of some rows, their numbers in it, and their numbers in `rows`; all as arrays of int64.
+
+        Groups come in the order of their first rows in `rows`, which are numbered from 0.
+        """
+        groups = self._edges.searchsorted(rows, "right") - 1
+        for group in (touched := dict.fromkeys(groups.tolist())):
+            numbers = np.flatnonzero(groups == group) if len(touched) > 1 else np.arange(len(rows))
+            yield group, rows[numbers] - self._starts[group], numbers
+
     def take(self, group: int, read: Callable[[int], tuple[int, Any]]) -> Any:
         """Returns a group from memory, or what ``read(group)`` returns after the number of its bytes."""
         if group in self._kept:
@@ -64,8 +77,11 @@ class RowGroups:
             self._kept.popitem(last=False)
         return self._kept[group][1]
 
-    def order(self, position: int, size: int, seed: int, epoch: int) -> int:
-        """A sample order that shuffles the groups, and the rows within each group. Raises UsageError."""
+    def order(self, position: Any, size: int, seed: int, epoch: int) -> Any:
+        """A sample order that shuffles the groups, and the rows within each group. Raises UsageError.
+
+        `position` and the result are an int, or tensors of int64 of any shape.
+        """
         if size != len(self):
             raise UsageError(
                 f"this order is for {len(self)} rows, but the dataset has {size}",
@@ -77,9 +93,18 @@ class RowGroups:
             sizes = (self._starts[group + 1] - self._starts[group] for group in groups)
             self._shuffled = ((seed, epoch), groups, [0, *accumulate(sizes)])
         _, groups, starts = self._shuffled
-        turn = bisect_right(starts, position) - 1
-        group, count = groups[turn], starts[turn + 1] - starts[turn]
-        return self._starts[group] + int(sample_index(position - starts[turn], count, seed, epoch + group))
+
+        def shuffled(turn: int, positions: Any) -> Any:
+            group, count = groups[turn], starts[turn + 1] - starts[turn]
+            return self._starts[group] + sample_index(positions - starts[turn], count, seed, epoch + group)
+
+        if not hasattr(position, "numpy"):
+            return int(shuffled(bisect_right(starts, position) - 1, position))
+        turns = np.searchsorted(starts, position.numpy(), "right") - 1
+        rows = position.clone()
+        for turn in np.unique(turns).tolist():
+            rows[turns == turn] = shuffled(turn, position[turns == turn])
+        return rows
 
 
 class GroupedRows:
@@ -90,10 +115,16 @@ class GroupedRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def order(self, position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
+    def order(self, position: Any, size: int, seed: int = 0, epoch: int = 0) -> Any:
         """A sample order for ``steps(order=rows.order)``: shuffles the groups, and the rows within each group.
 
-        A worker so reads a group once per epoch; an order over all rows would read it again and again. Raises
-        UsageError if `size` is not the number of rows.
+        A worker so reads a group once per epoch; an order over all rows would read it again and again.
+        `position` is an int or a tensor of int64, and so is the result. Raises UsageError if `size` is not the number
+        of rows.
         """
         return self._rows.order(position, size, seed, epoch)
+
+
+def takes_tensors(order: Any) -> bool:
+    """Whether a sample order gives the rows of many positions with one call: `sample_index`, or that of grouped rows."""
+    return order is sample_index or getattr(order, "__func__", None) is GroupedRows.order

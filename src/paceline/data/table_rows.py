@@ -1,0 +1,172 @@
+"""Rows of tables: each a dict of Python objects, or those of a micro-batch together, as tensors of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.data.row_groups import GroupedRows, row_number
+
+Columns = dict[str, Any]  # by name; ``column.take(rows)`` returns the values of these rows
+
+
+class TableRows:
+    """A dataset of the rows of a table: each a dict from a column to its value.
+
+    A subclass says where rows are. In `parts` it yields, for some rows at a time, the columns that contain them, their
+    numbers there, and their numbers in `rows`; the first part contains the first row. All arrays are of int64.
+    """
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
+        """Yields (columns, numbers there, numbers in `rows`) for rows that are numbered from 0."""
+        raise NotImplementedError
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._dicts([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows, in the order asked for. Raises IndexError."""
+        return self._dicts(rows) if self.is_unchanged else [self[row] for row in rows]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether rows are those of the table, and not of a subclass that returns others."""
+        kind = type(self)
+        return kind.__getitem__ is TableRows.__getitem__ and kind.__getitems__ is TableRows.__getitems__
+
+    def batch(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Returns what torch's `default_collate` makes of some rows: tensors of columns of numbers.
+
+        Raises IndexError, and what `default_collate` raises.
+        """
+        parts = self._taken(rows)
+        return {name: _collated([(values[name], at) for values, at in parts]) for name in parts[0][0]}
+
+    def _dicts(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        dicts: list[Any] = [None] * len(rows)
+        for values, numbers in self._taken(rows):
+            for at, number in enumerate(numbers.tolist()):
+                dicts[number] = {name: column[at] for name, column in values.items()}
+        return dicts
+
+    def _taken(self, rows: Sequence[int]) -> list[tuple[dict[str, Any], Any]]:
+        """Returns (values by column, numbers in `rows`) of each part. The values of a part are copied before the next
+        part is read, so that only one has to be in memory.
+        """
+        parts = self.parts(_from_zero(rows, len(self)))
+        return [({name: column.take(at) for name, column in columns.items()}, to) for columns, at, to in parts]
+
+
+class GroupedTableRows(TableRows, GroupedRows):
+    """A table whose rows are in groups that are read together: ``_read(group)`` returns bytes and columns."""
+
+    _read: Callable[[int], tuple[int, Columns]]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
+        """Yields (columns, numbers there, numbers in `rows`) by groups, each of which is read once."""
+        for group, at, to in self._rows.divided(rows):
+            yield self._rows.take(group, self._read), at, to
+
+
+def _from_zero(rows: Sequence[int], count: int) -> Any:
+    """Returns rows of a table of `count` as an array of int64, without negative numbers. Raises IndexError."""
+    numbers = np.asarray(rows)
+    if numbers.dtype == np.int64 and (numbers.view(np.uint64) < count).all():  # negative ones are large then
+        return numbers
+    return np.array([row_number(row, count) for row in rows], np.int64)
+
+
+def _collated(parts: Sequence[tuple[Any, Any]]) -> Any:
+    """Collates the values of a column, which come in parts: (values, their numbers in the batch)."""
+    import torch
+
+    (first, _), *others = parts
+    # Of numpy's scalars torch makes no tensor if they are uint64, and of mixed types another one.
+    is_array = isinstance(first, np.ndarray) and (first.ndim > 1 or first.dtype != np.uint64)
+    if is_array and not others:
+        return torch.from_numpy(first)
+    if is_array and all(_is_like(values, first) for values, _ in others):
+        batch = np.empty((sum(len(values) for values, _ in parts), *first.shape[1:]), first.dtype)
+        for values, numbers in parts:
+            batch[numbers] = values
+        return torch.from_numpy(batch)
+    from torch.utils.data import default_collate
+
+    one_by_one: list[Any] = [None] * sum(len(values) for values, _ in parts)
+    for values, numbers in parts:
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            one_by_one[number] = value
+    return default_collate(one_by_one)
+
+
+def _is_like(values: Any, first: Any) -> bool:
+    """Whether values are an array of the same type and width as the first ones."""
+    return isinstance(values, np.ndarray) and values.dtype == first.dtype and values.shape[1:] == first.shape[1:]
+
+
+# -- columns of pyarrow ----------------------------------------------------------------------------------------------
+
+
+class _Numbers:
+    """A column of numbers, or of lists of equally many numbers: an array with a row for each."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def take(self, rows: Any) -> Any:
+        """Returns the values of some rows, as an array of its own."""
+        return self._array.take(rows, axis=0)
+
+
+class _Lists:
+    """A column whose values are lists of numbers, of several lengths."""
+
+    def __init__(self, numbers: Any, lengths: Any) -> None:
+        self._numbers = numbers
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+
+    def take(self, rows: Any) -> list[Any]:
+        """Returns the values of some rows, each an array of its own."""
+        starts, ends = self._starts[rows].tolist(), self._starts[rows + 1].tolist()
+        return [self._numbers[start:end].copy() for start, end in zip(starts, ends, strict=True)]
+
+
+class _Objects:
+    """A column of any other values."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def take(self, rows: Any) -> list[Any]:
+        """Returns the values of some rows."""
+        return [self._values[row] for row in rows.tolist()]
+
+
+def columns_of(table: Any) -> Columns:
+    """Returns the columns of a table of pyarrow, whose chunks are combined."""
+    return {name: _column(table[name].chunk(0)) for name in table.column_names}
+
+
+def _column(array: Any) -> Any:
+    from pyarrow import types
+
+    numbers = (types.is_integer, types.is_floating, types.is_boolean)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    if not array.null_count and any(is_so(array.type) for is_so in numbers):
+        return _Numbers(array.to_numpy(zero_copy_only=False))
+    if not array.null_count and any(is_so(array.type) for is_so in lists):
+        inner = array.flatten()
+        if not inner.null_count and any(is_so(inner.type) for is_so in numbers):
+            values, lengths = inner.to_numpy(zero_copy_only=False), array.value_lengths().to_numpy()
+            if (lengths == lengths[0]).all():
+                return _Numbers(values.reshape(len(lengths), lengths[0]))
+            return _Lists(values, lengths)
+    return _Objects(array.to_pylist())
