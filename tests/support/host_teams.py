@@ -102,6 +102,11 @@ class HostTeam:
         until(lambda: self.ended or max((e["step"] for e in self.events("step")), default=0) >= step, 120)
         assert not self.ended, self.text
 
+    def coordinators(self) -> list[int]:
+        """Process ids of the coordinators of this run."""
+        ours = [one.info for one in processes() if one.info["cwd"] == str(self.folder)]
+        return [info["pid"] for info in ours if "paceline.team.coordinator_server" in (info["cmdline"] or ())]
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         journal = self.folder / "run"
         return [event for event in read_journal(journal) if event["event"] == kind] if journal.exists() else []

@@ -25,6 +25,7 @@ from paceline.launch.coordinator_process import listening_at
 from paceline.launch.host_history import SENT, HostHistory
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.team.auth import NAME, read_token
+from paceline.team.coordinator import AWAITED, LATER
 from paceline.team.coordinator_client import CoordinatorClient, RefusedError, UnsignedError
 from paceline.team.host_failures import FORBIDDEN
 from paceline.team.join_options import TermsError
@@ -195,8 +196,11 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
 
 
 def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
-    """Asks the coordinator for the numbers of our workers, and waits up to `patience` seconds for it to begin."""
-    end, has_warned = time.monotonic() + patience, False
+    """Asks the coordinator for the numbers of our workers. Waits up to `patience` seconds for it to begin, and longer
+    if it was restarted and does not know yet which workers it lacks.
+    """
+    began, has_warned = time.monotonic(), False
+    end = began + patience
     while True:
         try:
             return link.introduce()
@@ -206,6 +210,9 @@ def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
             if not has_warned:
                 say(f"{in_one_line(error)}; waiting for the run to begin there")
             has_warned = True
+        except RefusedError as refused:
+            if refused.code != LATER or time.monotonic() > max(end, began + 2 * AWAITED):
+                raise
         except OSError:
             if time.monotonic() > end:
                 raise

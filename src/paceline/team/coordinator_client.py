@@ -286,6 +286,7 @@ class CoordinatorClient:
                 raise ConnectionError("the coordinator has moved to another address")
             self._session, self.epoch, self.run = session, terms["epoch"], terms["run"]
             self._clocks.clear()
+            self._answered_report = {}, {}  # by a coordinator that may be gone
             self._joined.set()
         self.answered = time.monotonic()
         return session
