@@ -28,6 +28,7 @@ from paceline.launch.diagnostics import Recorder
 from paceline.launch.hangs import Hangs
 from paceline.launch.host_health import HostHealth, HostWatch
 from paceline.launch.host_history import FAILURE, HostEntry, HostHistory
+from paceline.launch.joining import explain_refusal
 from paceline.launch.options import LaunchOptions
 from paceline.launch.outcome import RunOutcome
 from paceline.launch.output import Output
@@ -513,6 +514,8 @@ class Agent:
         return EXIT if worker.alive else CAUSE if lost else OTHERS
 
     def _look_at_the_link(self) -> None:
+        if self._link.refused is not None:
+            raise explain_refusal(self._link.refused, self._options, self._link.address)
         if self._coordinator is not None:
             self._coordinator.tend(self._link.answered)
         away = self._link.away > AWAY and (self._coordinator is None or self._away)  # ours is restarted

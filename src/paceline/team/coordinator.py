@@ -141,6 +141,7 @@ class Coordinator:
                 continue
             self.version += slot.agent != agent or number in vacant
             slot.agent = agent
+            slot.out |= bool(self.hosts.about(agent)["excluded"])
             if number in vacant:
                 slot.life = max(slot.life, 0)
             if number in self.first and self.roster.is_founding:

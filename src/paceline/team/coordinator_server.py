@@ -156,10 +156,11 @@ class Service:
             why = f"{agent} has a different {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
         machine, earlier = request.get("machine") or request["host"], request.get("failures") or ()
+        (host, port), (number, members) = request["standby"], request["generation"]
         if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier), request["numbers"]):
             self._publish()
-            raise RefusalError(FORBIDDEN, reasons)
-        (host, port), (number, members) = request["standby"], request["generation"]
+            if [host, port] != [*self._run["address"]]:  # else it runs this coordinator, although its workers are out
+                raise RefusalError(FORBIDDEN, reasons)
         self._coordinator.recall_generation(number, members)
         numbers, count, spares = request["numbers"], request["count"], min(request["count"], request.get("spares", 0))
         if self._coordinator.defers(numbers, count - spares):

@@ -47,8 +47,8 @@ class SpareWorkers:
     unreplaced: int = 0
 
     def bring(self, agent: str, workers: int, spares: int, away: Collection[str]) -> None:
-        """Takes note of an agent that joins. It replaces earlier ones of its host that are `away`, or else hosts that are
-        left out.
+        """Takes note of an agent that joins. It replaces earlier ones of its host that are `away`, or else those that
+        were left out.
         """
         host = agent.partition(" ")[0]
         before = [one for one in self.brought if one == agent or (one in away and one.partition(" ")[0] == host)]
