@@ -9,22 +9,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
 from agents import until
-from host_teams import HostTeam, undisturbed
+from host_teams import SCRIPT, STEPS, HostTeam, coordinators_in, undisturbed
 from host_teams import host_team as host_team
 from host_teams import hosts as hosts
+from launching import piped
 from networks import Network
 from oracle import apart
 from safetensors.torch import load_file
 from warm import environment
 
 from paceline.base.handshake import make_key
+from paceline.base.journal import effective_steps, read_journal
 from paceline.base.mesh import Mesh, pick_ranks
 from paceline.checkpoint.files import find_checkpoint, write_checkpoint
 from paceline.checkpoint.host_memory import HostMemory, MemoryServer
@@ -98,14 +102,50 @@ def test_loss_of_the_coordinator_while_the_team_waits_for_a_host(
     team.until_step(6)
     team.lose(1)
     until(lambda: team.events("restarted"))  # the launcher starts the host again five seconds after its loss
-    (coordinator,) = team.coordinators()
+    (coordinator,) = coordinators_in(team.folder)
     os.kill(coordinator, signal.SIGKILL)
-    until(lambda: team.coordinators() not in ([], [coordinator]))
+    until(lambda: coordinators_in(team.folder) not in ([], [coordinator]))
     assert not team.events("recovered"), "the team was still waiting"
     team.end()
     assert "the coordinator ended (SIGKILL) and is restarted" in team.text
     assert (team.folder / "out.safetensors").read_bytes() == (calm / "out.safetensors").read_bytes()
     assert [event["workers"] for event in team.events("recovered")] == [[0, 1]]
+
+
+@pytest.mark.slow
+def test_kill_of_the_coordinator_before_all_hosts_have_come(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "gate").touch()
+    run, plan = tmp_path / "run", ["--plan", "shard=2 zero=3", "--workers", "1"]
+
+    def coordinators() -> list[int]:
+        """Those that answer, and to which the first agent has come."""
+        if not (run / "coordinator.json").exists():
+            return []
+        port = json.loads((run / "coordinator.json").read_text())["port"]
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/status", timeout=2) as answer:
+            return coordinators_in(tmp_path) if json.loads(answer.read())["agents"] else []
+        return []
+
+    first = ["run", "--listen", "127.0.0.1", "--min-workers", "2", "--run-dir", "run", *plan, "train.py"]
+    agents = [piped([sys.executable, "-m", "paceline", *first], tmp_path)]
+    try:
+        (before,) = until(coordinators)
+        os.kill(before, signal.SIGKILL)
+        until(lambda: coordinators() not in ([], [before]))
+        agents.append(
+            piped([sys.executable, "-m", "paceline", "run", "--join", "run", *plan[2:], "train.py"], tmp_path)
+        )
+        _, error = agents[0].communicate(timeout=100)
+        assert agents[0].returncode == 0, error
+        assert agents[1].wait(20) == 0
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert "the coordinator ended (SIGKILL) and is restarted" in error
+    assert sum(event["steps"] for event in effective_steps(read_journal(run))) == STEPS
+    assert (tmp_path / "seen").read_text() == str(16 * STEPS)
 
 
 COSTS = """

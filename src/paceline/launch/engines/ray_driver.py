@@ -112,8 +112,8 @@ class ActorBridge:
 
 class FurtherNode:
     """Connects a node that replaces another one, as soon as Ray provides one. `avoided` are the nodes that the run has
-    or had: while Ray offers one of these, it is held, so that Ray offers the next one. What is reserved is free again once
-    it is closed; all other reservations of the run are removed by Ray when this process ends.
+    or had: while Ray offers one of these, it is held, so that Ray offers the next one. What is reserved is free again
+    once it is closed; all other reservations of the run are removed by Ray when this process ends.
     """
 
     def __init__(self, wanted: Resources, avoided: set[str], asker: socket.socket, streams: list[int]) -> None:
