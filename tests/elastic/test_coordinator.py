@@ -479,6 +479,18 @@ def test_agents_without_the_state_wait_for_the_late_agent() -> None:
     assert not play.coordinator.failing
 
 
+def test_newcomers_wait_for_the_late_agent_of_the_first_team() -> None:
+    """It may have trained already."""
+    play = Play()
+    late(play, "a")
+    said = "workers 0-1 have not reported to the restarted coordinator yet, and no other worker has the training state"
+    assert [text for _, text, _ in play.coordinator.lines] == [f"{said}: waiting"]
+    back(play, "a")
+    play.settle()
+    assert play.members == {0, 1}
+    assert [said.life for said in play.workers["a"].values()] == [0, 0]
+
+
 def test_late_agent_at_the_end_is_not_lost() -> None:
     """Nobody comes to the end without the others."""
     play = admitted()

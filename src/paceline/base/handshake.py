@@ -104,9 +104,7 @@ def greet(link: socket.socket, key: bytes) -> tuple[bytes, bytes] | None:
 
 
 def end_when_peer_vanishes(link: socket.socket) -> None:
-    """Has the kernel end a TCP connection whose other host has vanished without closing it, as after a power failure.
-    Otherwise an end that only waits for requests would wait for ever.
-    """
+    """Has the kernel end a TCP connection whose other host has vanished without closing it, also while one waits."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE)

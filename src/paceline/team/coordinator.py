@@ -937,14 +937,19 @@ class Coordinator:
         if all(slot.life == UNKNOWN for slot in self.slots.values()):
             return False
         self._waits_since = min(self._waits_since, now)
-        begins = self.roster.founding and not self.roster.established
+        begins = self._has_not_begun(missing)
         can = begins or (self.roster.replica_size > 1 and self.max_restarts > 0)
         soon = begins or self.mirrors or len(missing) <= self._offered
         return can and not self.stop and now - self._waits_since >= (RETURN if soon else AWAITED)
 
+    def _has_not_begun(self, missing: Collection[int]) -> bool:
+        """Whether a first team has certainly not made its first step: one of its workers that are back has not."""
+        back = {*self.roster.members} - {*missing}
+        return self.roster.founding and not self.roster.established.issuperset(back)
+
     def _start_without(self, missing: list[int]) -> None:
         """Starts the first team again, once hosts have come for the `missing` workers: their own ones, or others."""
-        begins = self.roster.founding and not self.roster.established
+        begins = self._has_not_begun(missing)
         for number in missing:
             self.slots[number] = WorkerSlot("", self.lives.get(number, UNKNOWN))
         self.recovering, self.lives = math.inf, {}

@@ -155,7 +155,7 @@ def loader_as_rows(loader: Any, class_weight: Any, what: str) -> RowDataset:
         what = f"{what} is a DataLoader with a collate_fn"
         raise UsageError(what, "pass the dataset, and let its rows be tensors of equal shapes")
     batches = loader.batch_sampler  # also without batch_sampler=, of the sampler
-    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
     kind = type(sampler)
     is_known = kind in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
     if not isinstance(loader.dataset, IterableDataset) and (not is_known or len(sampler) != len(loader.dataset)):
