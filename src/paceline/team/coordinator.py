@@ -137,7 +137,8 @@ class Coordinator:
                 if not self.roster.is_founding:  # its last process was lost, or has left
                     slot = self.slots[number] = WorkerSlot("", slot.life + 1, newcomer=True)
             if slot.agent not in (agent, ""):
-                self._placement.release(agent, number)
+                if self.recovering == math.inf:
+                    self._placement.release(agent, number)
                 continue
             self.version += slot.agent != agent or number in vacant
             slot.agent = agent
