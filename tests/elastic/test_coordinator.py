@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from replay import Replay
 
 from paceline.team.coordinator import ALONE, RETURN, Coordinator
+from paceline.team.host_failures import HostFailures
 from paceline.team.membership import Announcement, Membership
 from paceline.team.worker_slots import LONGEST, WorkerReport
 
@@ -283,6 +284,28 @@ def test_spare_of_another_host_takes_the_place_of_a_lost_worker() -> None:
     assert play.coordinator.lines[-1][1] == "worker 1 is ready as a spare: 4 workers, 1 spare"
 
 
+def test_host_that_replaces_one_that_is_left_out_makes_the_team_full() -> None:
+    """Until it has come, spares take the place of the lost workers; later ones wait again."""
+    play = with_spares(c=1)
+    play.coordinator.hosts = HostFailures(1)
+    assert play.coordinator.refuses("b", "host-b", ()) == ""
+    happen(play, "kill", 2)
+    play.settle(2.0)
+    assert [event["workers"] for event in play.journal if event["event"] == "excluded"] == [[2, 3]]
+    assert play.members == {0, 1, 4}
+    assert play.coordinator.spares.full_size == 4, "one more worker is to come"
+    numbers = play.coordinator.join("d", "logs", STORE, [], 2)
+    play.workers["d"] = {n: WorkerReport(store=STORE, newcomer=True) for n in numbers}
+    assert play.coordinator.spares.full_size == 4
+    for number in numbers:
+        happen(play, "arrive", number)
+        play.settle()
+    assert len(play.members) == 4
+    assert len(play.coordinator.status()["spares"]) == 1
+    play.join("d")
+    assert play.coordinator.spares.full_size == 4, "it has come once"
+
+
 def test_spares_of_a_host_with_two_workers_get_no_copy() -> None:
     play = with_spares(b=1)
     assert play.members == {0, 1, 2, 4}
@@ -454,6 +477,18 @@ def test_agents_without_the_state_wait_for_the_late_agent() -> None:
     play.settle()
     assert play.members == {0, 1}
     assert not play.coordinator.failing
+
+
+def test_newcomers_wait_for_the_late_agent_of_the_first_team() -> None:
+    """It may have trained already."""
+    play = Play()
+    late(play, "a")
+    said = "workers 0-1 have not reported to the restarted coordinator yet, and no other worker has the training state"
+    assert [text for _, text, _ in play.coordinator.lines] == [f"{said}: waiting"]
+    back(play, "a")
+    play.settle()
+    assert play.members == {0, 1}
+    assert [said.life for said in play.workers["a"].values()] == [0, 0]
 
 
 def test_late_agent_at_the_end_is_not_lost() -> None:

@@ -231,6 +231,30 @@ def test_kill_of_two_workers_leaves_their_host_out(
 
 @pytest.mark.slow
 @pytest.mark.root
+def test_host_that_was_left_out_meanwhile_ends_with_the_reason(
+    cluster: Callable[[int], Cluster], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Its agent is suspended, and the coordinator that has left it out is started again before it is back."""
+    here = cluster(2)
+    here.variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    here.spread(1, 2, options=("--exclude-after", "1"))
+    os.kill(here.agents[1].process.pid, signal.SIGSTOP)
+    here.until(lambda: here.agents[0].events("excluded"))
+    (before,) = here.coordinators()
+    os.kill(before, signal.SIGKILL)
+    here.until(lambda: here.coordinators() not in ([], [before]))
+    os.kill(here.agents[1].process.pid, signal.SIGCONT)
+    here.until(lambda: here.agents[1].process.poll() is not None)
+    reason = (
+        "nowhere-2 is left out of the run at 10.77.0.1:29400 after 1 failure (the agent on nowhere-2 has been silent"
+    )
+    assert reason in here.agents[1].text
+    here.end(0, LEFT_OUT)
+    same(here, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.root
 def test_failures_before_a_restart_of_the_coordinator_count(
     cluster: Callable[[int], Cluster], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
-from host_teams import HostTeam, undisturbed
+from agents import until
+from host_teams import SCRIPT, STEPS, HostTeam, coordinators_in, undisturbed
 from host_teams import host_team as host_team
 from host_teams import hosts as hosts
+from launching import piped
+from networks import Network
 from oracle import apart
 from safetensors.torch import load_file
+from warm import environment
 
 from paceline.base.handshake import make_key
+from paceline.base.journal import effective_steps, read_journal
 from paceline.base.mesh import Mesh, pick_ranks
 from paceline.checkpoint.files import find_checkpoint, write_checkpoint
 from paceline.checkpoint.host_memory import HostMemory, MemoryServer
 from paceline.checkpoint.storage import Folder
 from paceline.errors import CheckpointError
-from paceline.team.coordinator import Coordinator
+from paceline.team.coordinator import AWAITED, RETURN, Coordinator
 from paceline.team.membership import Membership
 from paceline.team.worker_slots import WorkerReport
 
@@ -78,6 +89,63 @@ def test_loss_of_a_host_loses_nothing(
     assert recovered["workers"] == [*range(sum(workers))]
     assert f"resuming from step {start['resumed_from']} of the copies in the memory of 4 hosts\n" in team.text
     assert f" workers train again {recovered['seconds']:.1f} s after the loss\n" in team.text
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_loss_of_the_coordinator_while_the_team_waits_for_a_host(
+    host_team: Callable[..., HostTeam], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    calm = undisturbed(tmp_path_factory, "shard=2 zero=3 micro=2 exact", 2)
+    team = host_team(1, 1)
+    team.start("shard=2 zero=3 micro=2 exact", "--mirror", "1")
+    team.until_step(6)
+    team.lose(1)
+    until(lambda: team.events("restarted"))  # the launcher starts the host again five seconds after its loss
+    (coordinator,) = coordinators_in(team.folder)
+    os.kill(coordinator, signal.SIGKILL)
+    until(lambda: coordinators_in(team.folder) not in ([], [coordinator]))
+    assert not team.events("recovered"), "the team was still waiting"
+    team.end()
+    assert "the coordinator ended (SIGKILL) and is restarted" in team.text
+    assert (team.folder / "out.safetensors").read_bytes() == (calm / "out.safetensors").read_bytes()
+    assert [event["workers"] for event in team.events("recovered")] == [[0, 1]]
+
+
+@pytest.mark.slow
+def test_kill_of_the_coordinator_before_all_hosts_have_come(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "gate").touch()
+    run, plan = tmp_path / "run", ["--plan", "shard=2 zero=3", "--workers", "1"]
+
+    def coordinators() -> list[int]:
+        """Those that answer, and to which the first agent has come."""
+        if not (run / "coordinator.json").exists():
+            return []
+        port = json.loads((run / "coordinator.json").read_text())["port"]
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/status", timeout=2) as answer:
+            return coordinators_in(tmp_path) if json.loads(answer.read())["agents"] else []
+        return []
+
+    first = ["run", "--listen", "127.0.0.1", "--min-workers", "2", "--run-dir", "run", *plan, "train.py"]
+    agents = [piped([sys.executable, "-m", "paceline", *first], tmp_path)]
+    try:
+        (before,) = until(coordinators)
+        os.kill(before, signal.SIGKILL)
+        until(lambda: coordinators() not in ([], [before]))
+        agents.append(
+            piped([sys.executable, "-m", "paceline", "run", "--join", "run", *plan[2:], "train.py"], tmp_path)
+        )
+        _, error = agents[0].communicate(timeout=100)
+        assert agents[0].returncode == 0, error
+        assert agents[1].wait(20) == 0
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert "the coordinator ended (SIGKILL) and is restarted" in error
+    assert sum(event["steps"] for event in effective_steps(read_journal(run))) == STEPS
+    assert (tmp_path / "seen").read_text() == str(16 * STEPS)
 
 
 COSTS = """
@@ -184,7 +252,7 @@ def test_coordinator_waits_for_a_host_in_the_place_of_a_lost_one() -> None:
     assert team.wanted("c") == {2: (1, ("host", 7)), 3: (1, ("host", 7))}
     team.report("a", 1, ready=True)
     team.report("c", 1, ready=True)
-    assert [event for event, _ in team.journal] == ["lost", "recovered", "decision"]
+    assert [event for event, _ in team.journal] == ["lost", "restarted", "recovered", "decision"]
     assert team.journal[-1][1]["why"] == "workers 2-3 are lost (the agent on b disconnected), and no replica was left"
 
 
@@ -217,6 +285,119 @@ def test_host_that_joins_ends_the_wait_for_a_silent_one() -> None:
     assert team.coordinator.join("c", "logs", ("c", 1), [], 2) == [2, 3]
     assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
     assert team.wanted("c") == {2: (1, None), 3: (1, None)}
+
+
+def restarted(team: Team, **lives: int) -> Team:
+    """The coordinator is started again. It knows what the journal has; then these agents, whose workers are in these
+    lives, report to it.
+    """
+    after = Team(team.journal, team.now)
+    after.coordinator.recovering = after.now + RETURN
+    last = [{"event": event} | fields for event, fields in team.journal if event in ("generation", "restarted")][-1:]
+    if last and last[0]["event"] == "restarted":
+        after.coordinator.recall_restart(last[0], after.now, 0.5)
+    for agent, life in lives.items():
+        numbers = {"a": [0, 1], "b": [2, 3]}[agent]
+        assert after.coordinator.join(agent, "logs", (agent, 1), numbers, 2) == numbers
+        if life >= 0:
+            after.report(agent, life, ready=True)
+        else:
+            after.coordinator.report(agent, {}, 0, after.now)
+    return after
+
+
+def console(team: Team) -> list[str]:
+    return [text.partition("\n")[0] for _, text, _ in team.coordinator.lines]
+
+
+def join_as_c(team: Team) -> None:
+    """A host without numbers joins. It has to ask again while the coordinator cannot know those that it gets."""
+    while team.coordinator.defers([], 2):
+        assert team.coordinator.recovering < team.now + AWAITED, "it may ask only until the others' time is over"
+        team.now += 0.1
+        team.coordinator.tick(team.now)
+    assert team.coordinator.join("c", "logs", ("c", 1), [], 2) == [2, 3]
+
+
+def test_coordinator_that_restarts_while_the_team_waits_for_a_host_waits_on() -> None:
+    """It was killed before the agent that is left knew that all workers go back, or after it had ended them."""
+    for dead in (False, True):
+        team = begun_team()
+        team.coordinator.lost_agent("b", "the agent on b disconnected", ended=True)
+        team = restarted(team, a=0)
+        if dead:
+            killed = WorkerReport(0, replica=4, ready=True, status=-9, why="was killed by SIGKILL")
+            team.coordinator.report("a", dict.fromkeys((0, 1), killed), 5, team.now)
+        assert not team.coordinator.over
+        team = restarted(team, a=0)  # once more
+        join_as_c(team)
+        (life,) = {life for life, store in team.wanted("a").values() if store == ("", 0)}
+        assert life >= 1, "a process of before must not be taken for one of the new team"
+        team.report("a", life)
+        assert {store for _, store in team.wanted("c").values()} == {("host", 7)}
+        team.report("a", life, ready=True)
+        team.report("c", team.wanted("c")[2][0], ready=True)
+        assert team.coordinator.roster.established == {0, 1, 2, 3}
+        events = [event for event, _ in team.journal]
+        assert events[:2] == ["lost", "restarted"]
+        assert events[-2:] == ["recovered", "decision"]
+        assert team.journal[-1][1]["why"].startswith("workers 2-3 are lost (the agent on b disconnected)")
+
+
+def test_coordinator_that_restarts_before_all_hosts_have_come_waits_for_them() -> None:
+    """The first host has started no process yet."""
+    team = restarted(Team(), a=-1)
+    assert team.wanted("a") == {0: (0, None), 1: (0, None)}
+    join_as_c(team)
+    assert {store for _, store in team.wanted("a").values()} == {("", 0)}
+    assert console(team) == [
+        "workers 2-3 have not reported to the restarted coordinator: all workers start once their hosts or others have "
+        "joined"
+    ]
+    assert [event for event, _ in team.journal] == ["restarted"], "nobody is lost"
+
+
+def test_host_of_a_first_team_that_returns_late_has_its_workers_again() -> None:
+    """Those that it started before are ended, since the others have begun again."""
+    team = begun_team()
+    team.coordinator.lost_agent("b", "the agent on b disconnected", ended=True)
+    team = restarted(team, a=0)
+    team.now += RETURN + 1
+    team.coordinator.tick(team.now)
+    assert not team.coordinator.undecided
+    assert team.coordinator.join("b", "logs", ("b", 1), [2, 3], 2) == [2, 3]
+    team.report("b", 0, ready=True)
+    assert {store for _, store in team.wanted("a").values()} == {("", 0)}
+    assert all(life >= 1 for life, _ in team.wanted("b").values())
+
+
+@pytest.mark.parametrize("mirrors", [False, True])
+def test_restarted_coordinator_waits_for_the_last_replica_as_before(mirrors: bool) -> None:
+    """A host with a part of it does not come back: with copies in memory nobody waits for it longer than for others."""
+    team = restarted(begun_team(), a=0)
+    team.coordinator.mirrors = mirrors
+    team.now += RETURN + 1
+    team.coordinator.tick(team.now)
+    assert team.coordinator.undecided is not mirrors
+    team.now += AWAITED
+    team.coordinator.tick(team.now)
+    assert [event for event, _ in team.journal] == ["lost", "restarted"]
+    assert team.wanted("a") == {0: (1, None), 1: (1, None)}
+    assert console(team)[-1].startswith(
+        "workers 2-3 did not report to the restarted coordinator, and no replica is left"
+    )
+    assert team.coordinator.join("b", "logs", ("b", 1), [2, 3], 2) == [2, 3]
+    team.report("b", 4, ready=True)
+    assert team.wanted("b") == {2: (5, None), 3: (5, None)}, "worker 0 does not serve its store yet"
+
+
+def test_host_that_joins_ends_the_wait_of_a_restarted_coordinator() -> None:
+    """The host that is late finds other workers in the place of its own ones, and ends these."""
+    team = restarted(begun_team(), a=0)
+    join_as_c(team)
+    assert team.wanted("a") == {0: (1, ("", 0)), 1: (1, ("", 0))}
+    assert team.coordinator.join("b", "logs", ("b", 1), [2, 3], 2) == []
+    assert all(each["out"] and each["life"] > 9 for each in team.coordinator.orders("b")["workers"].values())
 
 
 def test_host_in_the_place_of_one_that_has_left_starts_its_workers() -> None:
@@ -301,6 +482,52 @@ def test_copies_in_the_memory_of_two_hosts(tmp_path: Path) -> None:
         stranger.write("step-000000000003", "file", [b"data"])
     for server in servers[1:]:
         server.close()
+
+
+SERVES = """
+import sys, threading
+from pathlib import Path
+from paceline.base import handshake
+from paceline.checkpoint.host_memory import MemoryServer
+
+handshake.VANISHED, handshake.PROBE = 2, 1
+server = MemoryServer(Path(sys.argv[1]), sys.argv[2], lambda salt: b"key")
+print(*server.at, flush=True)
+before = threading.active_count()
+for line in sys.stdin:
+    print(threading.active_count() - before, flush=True)
+"""
+ASKS = """
+import sys
+from paceline.checkpoint.host_memory import _OtherHost
+
+host, port, salt = sys.argv[1:]
+assert (other := _OtherHost((host, int(port), salt), lambda salt: b"key")).ask("folders") == []
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_memory_of_a_host_forgets_a_host_that_vanished(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    network = hosts(2)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment()}
+    serves, asks = (host.command(sys.executable, "-c") for host in network.hosts)
+    with subprocess.Popen([*serves, SERVES, str(tmp_path), network.hosts[0].address], **pipes) as server:
+        at = server.stdout.readline().split()
+        with subprocess.Popen([*asks, ASKS, *at], **pipes) as other:
+            assert other.stdout.readline() == "asked\n"
+
+            def threads() -> str:
+                print("count", file=server.stdin, flush=True)
+                return str(server.stdout.readline()).strip()
+
+            assert threads() == "1"
+            network.hosts[1].cut()
+            until(lambda: threads() == "0", 30)
+            other.kill()
+        server.kill()
 
 
 def hosts_of(counts: list[int], mesh: Mesh) -> list[list[int]]:

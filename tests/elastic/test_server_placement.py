@@ -97,7 +97,8 @@ def test_loss_of_a_parameter_server_with_its_copy_resumes_from_the_checkpoint_on
     play.coordinator.tick(play.now)
     assert play.coordinator.failing == {}
     assert play.lives == [1, 1, 1, 1, 1]
-    [entry] = play.journal
+    [entry, restarted] = play.journal
+    assert (restarted["event"], restarted["lives"]) == ("restarted", {"0": 1, "1": 1})
     assert (entry["event"], entry["workers"]) == ("lost", [SERVER + 1, SERVER + 2])
     how = "raised OSError" if raised else "was killed by SIGKILL"
     assert play.coordinator.lines[-1][1].splitlines() == [

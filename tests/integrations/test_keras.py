@@ -18,6 +18,7 @@ import torch
 from launching import SCRIPTS, environment, paceline
 from lazily import Lazily
 from paths import DOCS
+from torch.utils.data import BatchSampler, SequentialSampler
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = Lazily("keras")
@@ -114,12 +115,23 @@ def batches_of_six() -> Any:
     return Batches()
 
 
+class Halves(torch.utils.data.Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[*range(len(X) // 2)], [*range(len(X) // 2, len(X))]])
+
+
+def loader_with(**options: Any) -> Any:
+    return torch.utils.data.DataLoader(TENSORS, **options)
+
+
 TENSORS = torch.utils.data.TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+ROWS = SequentialSampler(TENSORS)
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensors": lambda: {"x": torch.as_tensor(X), "y": torch.as_tensor(Y)},
     "py_dataset": lambda: {"x": batches_of_six()},
     "dataset": lambda: {"x": TENSORS},
     "loader": lambda: {"x": torch.utils.data.DataLoader(TENSORS, batch_size=4)},
+    "batch sampler": lambda: {"x": torch.utils.data.DataLoader(TENSORS, batch_sampler=BatchSampler(ROWS, 4, False))},
 }
 
 
@@ -192,6 +204,17 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "unknown": ("no argument 'epoch'", lambda: trained(model(), x=X, y=Y, epoch=1)),
     "tensorboard": ("TensorBoard", lambda: trained(model(), x=X, y=Y, callbacks=[keras.callbacks.TensorBoard()])),
     "generator": ("no rows by number", lambda: trained(model(), x=iter([(X, Y)]))),
+    "batch_sampler": ("the sampler Halves", lambda: trained(model(), x=loader_with(batch_sampler=Halves()))),
+    "shuffled batches": (
+        "the sampler SubsetRandomSampler",
+        lambda: trained(
+            model(), x=loader_with(batch_sampler=BatchSampler(torch.utils.data.SubsetRandomSampler([0, 1]), 2, False))
+        ),
+    ),
+    "num_samples": (
+        "the sampler RandomSampler",
+        lambda: trained(model(), x=loader_with(sampler=torch.utils.data.RandomSampler(TENSORS, num_samples=8))),
+    ),
     "jit": ("jit_compile=True", lambda: trained(model(jit_compile=True), x=X, y=Y)),
     "accumulation": (
         "gradient_accumulation_steps=2",

@@ -18,6 +18,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import Host, parse_hosts, read_hosts
 from paceline.launch.engines.launcher import HostJob
 from paceline.launch.engines.remote_agent import unpack
+from paceline.launch.engines.slurm import Slurm
 from paceline.launch.engines.start import archive
 
 ENDS = "print('out', RANK, flush=True)\nprint('error', file=sys.stderr, flush=True)\nsys.exit(CODE)\n"
@@ -265,3 +266,37 @@ def test_dry_run_shows_commands_without_secrets(capsys: pytest.CaptureFixture[st
         "cd '/c d' || exit\nexec /py -m paceline launch slurm -N 4 '--engine=--time=1:00:00 -p gpu' "
         "--python /py --cwd '/c d' --run-dir runs/a --env KEY train.py --lr 1\n"
     )
+
+
+SCONTROL = """#!/bin/sh
+echo "JobId=7 JobName=paceline JobState=RUNNING NodeList=n[1-2]
+   ReqNodeList=(null) ExcNodeList=$EXCLUDED NumNodes=2"
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_the_job", "excluded"),
+    [
+        ([], "(null)", "n1,n2"),
+        (["--partition=all"], "n[7-8]", "n[7-8],n1,n2"),
+        (["-x", "n9", "--mem=4G"], "(null)", "n9,n1,n2"),
+        (["-xn9"], "n9", "n9,n1,n2"),
+        (["--exclude", "n3", "--exclude=n8,n9"], "n7", "n7,n8,n9,n1,n2"),
+        (["--exclude=./bad-nodes"], "(null)", "n5,n6,n1,n2"),
+    ],
+)
+def test_slurm_job_of_a_further_node_excludes_what_the_user_excludes(
+    asked: list[str], of_the_job: str, excluded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad-nodes").write_text("n5\nn6\n")
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("EXCLUDED", of_the_job)
+    engine = Slurm([Host("n1"), Host("n2")], [], "7", 0, True, asked)
+    further = engine.another(Host("n2"))
+    assert further is not None
+    command = engine.command(further)
+    assert [word for word in command if word.startswith("--exclude")][-1] == f"--exclude={excluded}"
+    assert command.index(f"--exclude={excluded}") > max([0, *(command.index(word) for word in asked)])

@@ -233,7 +233,14 @@ def test_ray_is_asked_for_another_node(launched: OnRay) -> None:
     actor.kill()
     until(lambda: launched.teams()[-1] == [0], 100)
     until(lambda: len(launched.teams()[-1]) == 2, 300)
-    assert launched.ray.actor(first=False)[0] != before
+    after, actor = launched.ray.actor(first=False)
+    assert after != before
+    launched.ray.add()
+    actor.kill()
+    until(lambda: launched.teams()[-1] == [0], 100)
+    until(lambda: len(launched.teams()[-1]) == 2, 300)
+    assert launched.ray.actor(first=False)[0] not in (before, after)
+    until(lambda: len(launched.ray.look()["groups"]) == 2)  # that of the first hosts and that of the last one
     (launched.folder / "go").touch()
     error = launched.ended(process)
     assert process.returncode == 0, error

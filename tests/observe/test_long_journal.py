@@ -16,7 +16,7 @@ from paceline.base.journal import NAME, Journal, effective_steps, lines_from_end
 from paceline.base.text import total, totals
 from paceline.observe.step_totals import KEPT
 from paceline.observe.summary import Summary
-from paceline.team.coordinator_server import last_generation
+from paceline.team.coordinator_server import last_generation, last_restart
 from paceline.team.membership import Membership
 
 
@@ -87,6 +87,21 @@ def test_generations_before_this_coordinator_do_not_count(
         written.write("generation", number=number, workers=workers, planned=False)
     written.close()
     assert last_generation(tmp_path, since, (7, [0, 1, 2])) == roster
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_coordinator_reads_that_the_first_team_starts_again(follows: bool, tmp_path: Path) -> None:
+    """Unless a generation has followed."""
+    long_journal(tmp_path, ("restarted", {"number": 7, "workers": [5], "lives": {"5": 3}}), lines=3)
+    since, written = (tmp_path / NAME).stat().st_size, Journal(tmp_path)
+    written.write("generation", number=8, workers=[0, 1], planned=False)
+    assert last_restart(tmp_path, since) is None
+    written.write("restarted", number=8, workers=[0, 1], lives={"0": 1, "1": 2})
+    if follows:
+        written.write("generation", number=9, workers=[0, 1], planned=False)
+    written.close()
+    restart = last_restart(tmp_path, since)
+    assert (restart or {}).get("lives") == (None if follows else {"0": 1, "1": 2})
 
 
 def test_who_writes_a_journal_on_reads_its_last_step_from_the_end(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_kill_of_any_worker_in_a_pipeline(
 
 TRIES = """
 import copy
+import numpy as np
 from paceline.errors import UsageError
 import basics
 from staging import Block, LENGTH, WIDTH, loss, numbers
@@ -106,6 +107,8 @@ class Row(nn.Module):
 class Named(Row): named = True
 class Reads(Row):
     def between(self, block, x): return block(x) if x.sum() > 1e9 else block(-x)
+class Arrays(Row):
+    def between(self, block, x): return block(x) if np.asarray(x.detach()).sum() > 1e9 else block(-x)
 class Stops(Row):
     def forward(self, x): return self.last(self.blocks[1](self.blocks[0](self.first(x))))
 class Ends(Row):
@@ -243,6 +246,8 @@ def test_loss_of_a_pipeline_refuses_a_model_that_its_workers_cannot_gather(tmp_p
 ENDS = {
     "trained(made(Reads))": "the forward reads a value (bool) that another stage of the pipeline computes; do not let "
     "values computed by a block decide what the forward does, or leave pipeline= out",
+    "trained(made(Arrays))": "the forward reads a value (array) that another stage of the pipeline computes; do not "
+    "let values computed by a block decide what the forward does, or leave pipeline= out",
     "trained(made(Stops))": "the forward uses last.weight between two blocks or without calling all of them; call "
     "all blocks in order and use last.weight after them, or leave pipeline= out",
     "trained(made(Ends))": "the forward of Ends ended without calling blocks.2; call all blocks in order in the "

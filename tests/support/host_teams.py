@@ -71,6 +71,12 @@ def undisturbed(factory: pytest.TempPathFactory, plan: str, workers: int = 1) ->
     return once(factory, f"replicas over hosts, {workers} on one, {plan}", make)
 
 
+def coordinators_in(folder: Path) -> list[int]:
+    """Process ids of the coordinators of a folder's runs."""
+    ours = [one.info for one in processes() if one.info["cwd"] == str(folder)]
+    return [info["pid"] for info in ours if "paceline.team.coordinator_server" in (info["cmdline"] or ())]
+
+
 @dataclass
 class HostTeam:
     """Hosts a, b, c, ... with these numbers of workers, and the launcher, all in `folder`. `more`: the script's end."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
 from agents import until
 
 from paceline.team.auth import ANSWER, read_authorization, sign_answer
@@ -70,6 +72,7 @@ class Coordinator(ThreadingHTTPServer):
     def __init__(self, name: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.name, self.open, self.asked = name, threading.Event(), list[str]()
+        self.refuses = 0  # the status of joins that it refuses
 
     @property
     def at(self) -> tuple[str, int]:
@@ -80,6 +83,8 @@ class Coordinator(ThreadingHTTPServer):
             return 200, {"challenge": 32 * "c", "epoch": 1}
         if path == "/join":
             self.open.wait(60)
+            if self.refuses:
+                return self.refuses, {"refused": "2 failures"}
             return 200, {"session": self.name, "numbers": [0], "epoch": 1, "run": RUN}
         if key != self.name:
             return 409, {"refused": "no such session"}
@@ -135,4 +140,38 @@ def test_a_coordinator_that_moves_while_an_agent_joins_is_followed() -> None:
         until(lambda: {"/report", "/orders"} <= {*second.asked})
         until(lambda: link.newest and link.home == second.at)
         assert {*first.asked} == {"/challenge", "/join"}
+        link.close({"workers": {}})
+
+
+@pytest.mark.parametrize("code", [403, 412])
+def test_an_agent_that_may_not_join_again_asks_once_and_knows_why(code: int) -> None:
+    """Its session is of a coordinator that is gone. Other refusals may be over soon."""
+    with serving(32 * "1") as server:
+        server.open.set()
+        link = CoordinatorClient(server.at, TOKEN, {"numbers": [0]})
+        link.introduce()
+        server.name, server.refuses = 32 * "2", 409
+        link.start()
+        link.put({"workers": {}})
+        until(lambda: server.asked.count("/join") > 3)
+        assert link.refused is None
+        server.refuses = code
+        until(lambda: link.refused is not None)
+        asked = server.asked.count("/join")
+        assert link.refused is not None
+        assert (link.refused.code, str(link.refused)) == (code, "2 failures")
+        time.sleep(0.3)
+        assert server.asked.count("/join") == asked
+        link.close({"workers": {}})
+
+
+def test_an_agent_with_another_token_says_so_and_waits() -> None:
+    with serving(32 * "1") as server:
+        server.open.set()
+        link = CoordinatorClient(server.at, b"1" * 64, {"numbers": [0]})
+        link.start()
+        until(lambda: link.trouble != "")
+        host, port = server.at
+        assert link.trouble == f"the program at {host}:{port} does not know this run's token"
+        assert link.refused is None
         link.close({"workers": {}})

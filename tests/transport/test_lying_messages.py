@@ -129,7 +129,7 @@ def coordinator(folder: Path, again: bool) -> Service:
     one.recovering = time.monotonic() + 3.0 if again else one.recovering
     service = Service(one, TOKEN, {"folder": str(folder), "run": {**RUN, "same": JOIN["same"]}}, one.record)
     service._stack_requests.asked = 1
-    service.answer("join", None, as_json(JOIN))
+    service.answer("join", None, as_json({**JOIN, "numbers": [0, 1] if again else []}))
     (session,) = service._sessions.values()
     if not again:
         service.answer("report", session, as_json(REPORTS[0]))
@@ -518,3 +518,21 @@ def test_what_checks_types_is_not_imported_before_there_is_something_to_check() 
     code = "import sys, paceline.cli.main\ntry: paceline.cli.main.main()\nfinally: assert 'msgspec' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_host_that_is_left_out_joins_again_only_where_it_runs_the_coordinator(is_ours: bool, tmp_path: Path) -> None:
+    """Without it the run would end; its workers stay out."""
+    one = Coordinator(3, 1, lambda event, **about: json.dumps(about), Membership((2, 3), 4, 4))
+    one.hosts.excluded[JOIN["host"]] = "2 failures"
+    one.recovering = time.monotonic() + 3.0
+    run = {**RUN, "same": JOIN["same"]}
+    address = JOIN["standby"] if is_ours else ["127.0.0.1", 1]
+    service = Service(one, TOKEN, {"folder": str(tmp_path), "run": run, "address": address}, one.record)
+    again = as_json({**JOIN, "numbers": [0, 1]})
+    if not is_ours:
+        with pytest.raises(RefusalError, match="2 failures"):
+            service.answer("join", None, again)
+        return
+    assert service.answer("join", None, again)["numbers"] == [0, 1]
+    assert [slot.wanted["out"] for slot in one.slots.values()] == [True, True]

@@ -199,7 +199,8 @@ def test_workers_of_a_lost_coordinator_wait_whatever_has_its_address(
         try:
             assert rogue.stdout is not None
             assert rogue.stdout.readline() == f"{PORT}\n"
-            here.until(lambda: "does not answer; the workers of this host wait" in here.agents[1].text)
+            waits = "does not know this run's token; the workers of this host wait"
+            here.until(lambda: waits in here.agents[1].text)
             time.sleep(1.0)  # in which it answers what it is asked
             assert "owned" not in here.agents[1].text
             assert here.agents[1].process.poll() is None

@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 NONCE, PROOF, SEAL = 16, 32, 16  # bytes
 HELLO = 5.0  # seconds for one who has connected to show that it is known
+VANISHED, PROBE = 60, 10  # seconds without a sign of the other host after which a connection ends; between two probes
 STRANGERS, OF_ONE = 128, 32  # connections that have not, in all and from one address
 Opened = TypeVar("Opened")
 
@@ -102,6 +103,14 @@ def greet(link: socket.socket, key: bytes) -> tuple[bytes, bytes] | None:
     return nonce, greeting[:NONCE]
 
 
+def end_when_peer_vanishes(link: socket.socket) -> None:
+    """Has the kernel end a TCP connection whose other host has vanished without closing it, also while one waits."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED)  # also for data that is on its way
+
+
 class MessageSeals:
     """Seals what one end of a connection sends, one part after another.
 
@@ -171,6 +180,7 @@ def serve_callers(
     def meet(link: socket.socket) -> None:
         with link, suppress(OSError):
             try:
+                end_when_peer_vanishes(link)
                 nonces = greet(link, key())
             finally:
                 with lock:

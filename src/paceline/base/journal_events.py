@@ -100,6 +100,15 @@ class GenerationEvent(Journaled):
     at_once: NotRequired[Count]
 
 
+class RestartedEvent(Journaled):
+    """All workers are to start again as the first team: the number of processes started for each before, by worker."""
+
+    number: Count
+    workers: list[Worker]
+    lives: dict[Number, int]
+    why: NotRequired[str]
+
+
 class SparesEvent(Journaled):
     """The spare workers that are ready, and those that enter the team."""
 
@@ -459,6 +468,7 @@ KINDS: dict[str, type] = {
     "step": StepEvent,
     "start": StartEvent,
     "generation": GenerationEvent,
+    "restarted": RestartedEvent,
     "spares": SparesEvent,
     **dict.fromkeys(("formed", "lost", "recovered"), MembersEvent),
     **dict.fromkeys(("finished", "stopped", "failed"), EndedEvent),

@@ -150,14 +150,19 @@ def parts_of(loader: DataLoader[Any], batch: int) -> LoaderParts:
     if loader.batch_size is None and loader.batch_sampler is None:
         what = "the DataLoader has batch_size=None, so its dataset has batches and not rows"
         raise UsageError(what, "give it a dataset of rows and a batch size")
-    options = {name: value for name in _OPTIONS if (value := getattr(loader, name))}
-    if options.get("prefetch_factor") == 2:  # torch's default, which counts batches and not micro-batches
-        del options["prefetch_factor"]
     order = None if isinstance(loader.dataset, IterableDataset) else _order_of(loader)
     if order is not None and loader.drop_last:
         size = rows_of(order, loader.dataset)
         order = FirstRows(order, size, size - size % batch) if size >= batch and size % batch else order
-    return LoaderParts(loader.dataset, loader.collate_fn, order, options)
+    return LoaderParts(loader.dataset, loader.collate_fn, order, options_of(loader))
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns the options of a DataLoader that concern its processes."""
+    options = {name: value for name in _OPTIONS if (value := getattr(loader, name))}
+    if options.get("prefetch_factor") == 2:  # torch's default, which counts batches and not micro-batches
+        del options["prefetch_factor"]
+    return options
 
 
 def take_apart(

@@ -28,6 +28,7 @@ from paceline.launch.diagnostics import Recorder
 from paceline.launch.hangs import Hangs
 from paceline.launch.host_health import HostHealth, HostWatch
 from paceline.launch.host_history import FAILURE, HostEntry, HostHistory
+from paceline.launch.joining import explain_refusal
 from paceline.launch.options import LaunchOptions
 from paceline.launch.outcome import RunOutcome
 from paceline.launch.output import Output
@@ -331,15 +332,15 @@ class Agent:
     def _look_at_the_host(self) -> None:
         """Reports what was noticed of this host: each kind of trouble once on the console, and all in the history."""
         for trouble in self._host_watch.take():
-            self._remember(trouble.at, trouble.kind, trouble.text)
+            self._remember(trouble)
             if trouble.kind not in self._shown_troubles:
                 self._shown_troubles.add(trouble.kind)
                 self.say(f"{host_name()}: {trouble.text}")
 
-    def _remember(self, at: float, kind: str, text: str) -> None:
+    def _remember(self, entry: HostEntry) -> None:
         """Keeps what happened to this host for later runs."""
         if self._history is not None:
-            self._history.add(HostEntry(at, kind, text, str(short(self._folder))))
+            self._history.add(entry._replace(run=str(short(self._folder))))
 
     def _keep_plan(self, number: int) -> None:
         """Stops the run for good, although it has begun to stop for another plan."""
@@ -364,7 +365,7 @@ class Agent:
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
-        troubles = [*self._host_watch.newest]
+        troubles = [trouble[:3] for trouble in [*self._host_watch.newest]]
         self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses, "troubles": troubles}
         workers = {number: worker.report() for number, worker in self._workers.now.items()}
         report = {
@@ -419,7 +420,7 @@ class Agent:
             self._keep_plan(signal.SIGTERM)
         self._over |= orders["over"]
         for at, text in orders.get("failures", ()):
-            self._remember(at, FAILURE, text)
+            self._remember(HostEntry(at, FAILURE, text))
         self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._standby_address]
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))
@@ -513,6 +514,8 @@ class Agent:
         return EXIT if worker.alive else CAUSE if lost else OTHERS
 
     def _look_at_the_link(self) -> None:
+        if self._link.refused is not None:
+            raise explain_refusal(self._link.refused, self._options, self._link.address)
         if self._coordinator is not None:
             self._coordinator.tend(self._link.answered)
         away = self._link.away > AWAY and (self._coordinator is None or self._away)  # ours is restarted

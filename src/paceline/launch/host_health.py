@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from paceline.base.environment import gpus
 from paceline.base.text import size_of
+from paceline.launch.host_history import HostEntry
 
 EVERY = 5.0  # seconds between two looks
 AGAIN = 60.0  # seconds before the same trouble is reported once more
@@ -23,14 +24,6 @@ JUMP, APART = 0.5, 1.0  # seconds by which a clock jumps, or differs from the co
 LEAST, PART = 1 << 30, 0.02  # free bytes, and part of a file system, below which space is short
 # What slows a GPU down: bits of NVML's clocks event reasons.
 SLOWDOWNS = {0x8: "a hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "the power brake"}
-
-
-class Trouble(NamedTuple):
-    """What was noticed of a host: when (Unix seconds), its kind, and a text."""
-
-    at: float
-    kind: str
-    text: str
 
 
 class ErrorCounter(NamedTuple):
@@ -137,16 +130,16 @@ class HostHealth:
         yield from counters(self._root)
         yield from self._gpus.counters()
 
-    def look(self) -> Iterator[Trouble]:
+    def look(self) -> Iterator[HostEntry]:
         """What is new since the last look. The same trouble is reported at most once a minute."""
         for counter in self._counters():
             more = counter.errors - self._known.setdefault(counter.what, counter.errors)
             if more > 0 and self._is_news(counter.what):
                 self._known[counter.what] = counter.errors
-                yield Trouble(time.time(), counter.kind, f"{counter.what}: {more} more")
+                yield HostEntry(time.time(), counter.kind, f"{counter.what}: {more} more")
         for name, text in self._gpus.states():
             if self._is_news(name):
-                yield Trouble(time.time(), "GPU", text)
+                yield HostEntry(time.time(), "GPU", text)
         yield from self._clock()
         yield from self._space()
 
@@ -157,28 +150,28 @@ class HostHealth:
         self._reported[what] = now
         return True
 
-    def _clock(self) -> Iterator[Trouble]:
+    def _clock(self) -> Iterator[HostEntry]:
         ahead = time.time() - time.monotonic()
         jump, self._ahead = ahead - self._ahead, ahead
         if abs(jump) > JUMP:
-            yield Trouble(
+            yield HostEntry(
                 time.time(), "clock", f"the clock was set {abs(jump):.1f} s {'ahead' if jump > 0 else 'back'}"
             )
         offset, error = self._offset() or (0.0, 0.0)
         if abs(offset) - error > APART and self._is_news("clock"):
             way = "behind" if offset > 0 else "ahead of"
-            yield Trouble(time.time(), "clock", f"the clock is {abs(offset):.1f} s {way} the coordinator's")
+            yield HostEntry(time.time(), "clock", f"the clock is {abs(offset):.1f} s {way} the coordinator's")
 
-    def _space(self) -> Iterator[Trouble]:
+    def _space(self) -> Iterator[HostEntry]:
         try:
             about = os.statvfs(self._folder)
         except OSError as error:
             if self._is_news("folder"):
-                yield Trouble(time.time(), "disk", f"the run folder cannot be read ({error.strerror})")
+                yield HostEntry(time.time(), "disk", f"the run folder cannot be read ({error.strerror})")
             return
         free = about.f_bavail * about.f_frsize
         if free < min(LEAST, PART * about.f_blocks * about.f_frsize) and self._is_news("space"):
-            yield Trouble(time.time(), "disk", f"{size_of(free)} are free where the run writes")
+            yield HostEntry(time.time(), "disk", f"{size_of(free)} are free where the run writes")
 
 
 class HostWatch:
@@ -189,8 +182,8 @@ class HostWatch:
 
     def __init__(self, health: Callable[[], HostHealth]) -> None:
         self._health, self._over = health, threading.Event()
-        self.newest: deque[Trouble] = deque(maxlen=KEPT)
-        self._new: SimpleQueue[Trouble] = SimpleQueue()
+        self.newest: deque[HostEntry] = deque(maxlen=KEPT)
+        self._new: SimpleQueue[HostEntry] = SimpleQueue()
 
     def start(self) -> None:
         """Starts the thread."""
@@ -204,7 +197,7 @@ class HostWatch:
                     self.newest.append(trouble)
                     self._new.put(trouble)
 
-    def take(self) -> list[Trouble]:
+    def take(self) -> list[HostEntry]:
         """The troubles since the last call. Their times may go back, with the clock."""
         return [self._new.get() for _ in range(self._new.qsize())]
 

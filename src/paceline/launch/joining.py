@@ -20,11 +20,12 @@ from paceline.base.environment import address_towards, host_name
 from paceline.base.schema import read_file
 from paceline.base.text import plural
 from paceline.base.tracebacks import short
-from paceline.errors import FormatError, LaunchError, UsageError
+from paceline.errors import FormatError, LaunchError, PacelineError, UsageError
 from paceline.launch.coordinator_process import listening_at
 from paceline.launch.host_history import SENT, HostHistory
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.team.auth import NAME, read_token
+from paceline.team.coordinator import AWAITED, LATER
 from paceline.team.coordinator_client import CoordinatorClient, RefusedError, UnsignedError
 from paceline.team.host_failures import FORBIDDEN
 from paceline.team.join_options import TermsError
@@ -173,15 +174,7 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
         cure = "use the same version of Paceline as the run"
         raise LaunchError(f"the run at {host}:{port} cannot be joined: {why}", cure) from None
     except RefusedError as refused:
-        if refused.code == FORBIDDEN:
-            left_out = f"{host_name()} is left out of the run at {host}:{port} after {refused}"
-            raise HostExcludedError(left_out, "test this host; `paceline doctor` shows its history") from None
-        differs = refused.reply.get("differs")
-        if not differs:
-            raise LaunchError(f"the run at {host}:{port} cannot be joined: {refused}", "see its console") from None
-        script = refused.reply.get("script", "")
-        what = [_difference(options, name, run_value, local_value, script) for name, run_value, local_value in differs]
-        raise UsageError("; ".join(what), "make this host equal to the run, and join again") from None
+        raise explain_refusal(refused, options, link.address) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
         cure = "check whether the run is still running"
@@ -194,9 +187,25 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
     return replace(options, **given, **rules, size=run["workers"]), numbers
 
 
+def explain_refusal(refused: RefusedError, options: LaunchOptions, address: tuple[str, int]) -> PacelineError:
+    """The error that says why the run at `address` refuses that this host joins it."""
+    host, port = address
+    if refused.code == FORBIDDEN:
+        left_out = f"{host_name()} is left out of the run at {host}:{port} after {refused}"
+        return HostExcludedError(left_out, "test this host; `paceline doctor` shows its history")
+    if not (differs := refused.reply.get("differs")):
+        return LaunchError(f"the run at {host}:{port} cannot be joined: {refused}", "see its console")
+    script = refused.reply.get("script", "")
+    what = [_difference(options, name, run_value, local_value, script) for name, run_value, local_value in differs]
+    return UsageError("; ".join(what), "make this host equal to the run, and join again")
+
+
 def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
-    """Asks the coordinator for the numbers of our workers, and waits up to `patience` seconds for it to begin."""
-    end, has_warned = time.monotonic() + patience, False
+    """Asks the coordinator for the numbers of our workers. Waits up to `patience` seconds for it to begin, and longer
+    if it was restarted and does not know yet which workers it lacks.
+    """
+    began, has_warned = time.monotonic(), False
+    end = began + patience
     while True:
         try:
             return link.introduce()
@@ -206,6 +215,9 @@ def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
             if not has_warned:
                 say(f"{in_one_line(error)}; waiting for the run to begin there")
             has_warned = True
+        except RefusedError as refused:
+            if refused.code != LATER or time.monotonic() > max(end, began + 2 * AWAITED):
+                raise
         except OSError:
             if time.monotonic() > end:
                 raise

@@ -232,17 +232,21 @@ def _begin(
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:
     """Starts workers for a run that another command has started. Returns the exit code."""
+    try:
+        return _joined(options, notifier)
+    except HostExcludedError as error:  # when it joins, or when it joins again
+        say(str(error))
+        return LEFT_OUT
+
+
+def _joined(options: LaunchOptions, notifier: Notifier) -> int:
     address, token, folder = find(options)
     has_own_folder = folder is None
     if folder is None:
         folder = _folder(options)
     standby = stand_by(address, options.patience)
     link = CoordinatorClient(address, token, introduction(options, folder, [], standby))
-    try:
-        options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
-    except HostExcludedError as error:
-        say(str(error))
-        return LEFT_OUT
+    options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
     metrics, page, begun = link.run["served"]
     with (
         mirror(options.mirror) as variables,

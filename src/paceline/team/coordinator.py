@@ -43,7 +43,8 @@ ALONE = 3.0  # seconds for which a worker may miss others that are not known to 
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 REFILL = 1.0  # seconds after which a lost worker is started again if a spare takes its place
 LINES = 50  # console lines that are kept for agents that have not received them yet
-AWAITED = 60.0  # seconds to wait for a silent agent if no other server has the state of its parameter servers
+AWAITED = 60.0  # seconds to wait for a silent agent if no other host has the state of its workers
+LATER = 503  # HTTP status of the answer to an agent that has to ask again, see `Coordinator.defers`
 EXPELLED = "HardwareError"  # the exception of a worker whose host computes wrong values: it is not started again
 STOPPED = 75  # EX_TEMPFAIL: exit code of a worker that left or stopped on request; the same command continues the run
 
@@ -75,6 +76,7 @@ class Coordinator:
     coming: Coming = field(default_factory=dict)  # newcomers to which the team sends the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
+    lives: dict[int, int] = field(default_factory=dict)  # then: those that the workers of a first team are to have
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
     hosts: HostFailures = field(default_factory=HostFailures)
     group_sizes: tuple[int, ...] = (1,)  # of the plan's mesh
@@ -94,7 +96,9 @@ class Coordinator:
         self._detection = 0.0  # seconds before the loss that led to this generation was known
         self._back_since: float | None = None  # when the loss happened after which all workers went back
         self._back_why = ""
-        self._late = 0.0  # when the console names the workers that are missing after a restart
+        self._waits_since = math.inf  # after a restart: when the first agent was back, while others are needed
+        self._has_named_missing = False  # whether the console has named their workers
+        self._offered = 0  # the workers of a host that could take the place of others
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
         self._ready_spares: list[int] = []
         self._admits = False  # whether the announced generation is followed at once by one with newcomers
@@ -133,9 +137,14 @@ class Coordinator:
                 if not self.roster.is_founding:  # its last process was lost, or has left
                     slot = self.slots[number] = WorkerSlot("", slot.life + 1, newcomer=True)
             if slot.agent not in (agent, ""):
+                if self.recovering == math.inf:
+                    self._placement.release(agent, number)
                 continue
             self.version += slot.agent != agent or number in vacant
             slot.agent = agent
+            slot.out |= bool(self.hosts.about(agent)["excluded"])
+            if number in vacant:
+                slot.life = max(slot.life, 0)
             if number in self.first and self.roster.is_founding:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
@@ -161,7 +170,7 @@ class Coordinator:
         """
         if not self.roster.is_founding:
             return "", 0
-        if self._vacant or self.reserved:
+        if self._vacant or self.reserved or self.recovering < math.inf:
             return None
         first = self.slots[self.roster.members[0]]
         if first.agent == agent:
@@ -190,7 +199,7 @@ class Coordinator:
             if slot is None or slot.agent != agent:
                 continue
             if slot.life == UNKNOWN:
-                slot.life = report.life
+                slot.life = self.lives.get(number, report.life)
                 if self.recovering == math.inf:  # it belonged to a team that is gone
                     self._restart(number)
                     continue
@@ -198,6 +207,9 @@ class Coordinator:
                 changed.append((number, slot, slot.report))
                 slot.report = report
         if self.recovering < math.inf:
+            for number, slot in self.slots.items():
+                if slot.agent == agent and slot.life == UNKNOWN:  # its process was never started
+                    slot.life = self.lives.get(number, 0)
             self._recover(now)
             return
         for number, slot, before in changed:
@@ -212,6 +224,22 @@ class Coordinator:
             if self.roster.leaving:  # now or before: the workers that were to stay may be gone
                 self._leave_due = min(self._leave_due, now + (0.0 if self._all_leave else TOGETHER))
             self.version += self.over
+
+    def recall_restart(self, restart: Mapping[str, Any], now: float, ago: float) -> None:
+        """Takes over from the journal that all workers were to start again as the first team, so many seconds `ago`."""
+        self.roster = Membership(tuple(restart["workers"]), restart["number"], founding=True)
+        self.lives = {int(number): life for number, life in restart["lives"].items()}
+        if restart.get("why"):
+            self._back_since, self._back_why = now - ago, restart["why"]
+
+    def defers(self, numbers: Collection[int], count: int) -> bool:
+        """Whether a host that joins with `count` workers, and has no `numbers` for them yet, has to ask again: a
+        restarted coordinator does not know yet which workers of the first team are on no host.
+        """
+        if numbers or self.recovering == math.inf or not (self.roster.is_founding or self.roster.replica_size > 1):
+            return False
+        self._offered = max(self._offered, count)
+        return True
 
     def recall_generation(self, number: int, members: Iterable[int]) -> None:
         """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
@@ -346,7 +374,7 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """Whether all workers that the run depends on have ended."""
-        return self.ended or all_ended(self.slots)
+        return self.ended or (self.recovering == math.inf and all_ended(self.slots))
 
     @property
     def finished(self) -> bool:
@@ -540,7 +568,11 @@ class Coordinator:
         self.roster = Membership(members, self.roster.number, replica_size=size, founding=True)
         self._form_again_due = math.inf
         for number in {*members, *others} & self.slots.keys():
-            self._placement.restart(number, self.slots[number].life + 1, newcomer=number not in members)
+            life = self.slots[number].life
+            self._placement.restart(number, life + (life != UNKNOWN), newcomer=number not in members)
+        lives = {str(number): self.slots[number].life for number in members if number in self.slots}
+        about = {"why": self._back_why} if self._back_since is not None else {}
+        self.record("restarted", number=self.roster.number, workers=list(members), lives=lives, **about)
         self.version += 1
 
     @property
@@ -558,12 +590,12 @@ class Coordinator:
         self.record("lost", workers=lost, why=why, step=self.step)
         self.order, self._leaving_members, self._restoring_servers, self.coming = None, set(), set(), {}
         self._new_exceptions, self._judge_due = [], math.inf
+        self._back_since = self._now - detection if self._back_since is None else self._back_since
+        self._back_why = f"{ranks(lost)} {why}, and no replica was left"
         self._start_anew(self.first, [number for number, slot in self.slots.items() if slot.alive])
         for number, slot in self.slots.items():
             if slot.agent in self.gone | self.leaving:
                 self._placement.vacate(number)
-        self._back_since = self._now - detection if self._back_since is None else self._back_since
-        self._back_why = f"{ranks(lost)} {why}, and no replica was left"
         wait = f" once a host takes the place of {ranks(vacant)}" if (vacant := self._vacant) else ""
         copy = "copies in memory or the last checkpoint" if self.mirrors else "the last checkpoint"
         self._say(f"{ranks(lost)} {why}, and no replica is left: all workers go back to {copy}{wait}{left}")
@@ -730,6 +762,7 @@ class Coordinator:
             return
         self.hosts.excluded[host] = text
         self.leaving |= agents  # so that its workers are not restarted
+        self.spares.leave_out(agents)
         self.record("excluded", host=host, workers=numbers, text=text, step=self.step)
         self._say(f"{host} is left out of the run after {text}", always=True)
         if alive:
@@ -760,7 +793,9 @@ class Coordinator:
         slot = self.slots.get(number)
         stays = slot is not None and (number >= SERVERS or slot.agent not in self.leaving)
         if slot is not None and stays and slot.life < life and not slot.report.declined:
-            self._placement.restart(number, life, slot.failures + slot.failed_early if slot.newcomer else 0)
+            joins = not (self.roster.is_founding and number in self.roster.members)
+            failures = slot.failures + slot.failed_early if slot.newcomer else 0
+            self._placement.restart(number, life, failures, newcomer=joins)
             self.version += 1
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
@@ -835,13 +870,16 @@ class Coordinator:
         reports = {number: slot.report for number, slot in self.slots.items() if slot.report != WorkerReport()}
         first = {number for number, report in reports.items() if report.ready and not report.newcomer}
         roster.known(first, {number: report.formed for number, report in reports.items()})
-        missing = [number for number in roster.members if number not in reports]
+        missing = [n for n in roster.members if n not in self.slots or self.slots[n].life == UNKNOWN]
         ended = any(report.ended for report in reports.values())  # then all have come to the end
         if missing and not ended and not {*self._survivors(missing)} & {*roster.members}:
-            self._wait_for(missing, reports, now)
+            if self._is_too_late(missing, now):
+                self._start_without(missing)
+                return
+            self._wait_for(missing, now)
         if missing and now < self.recovering:
             return
-        self.recovering = math.inf
+        self.recovering, self.lives = math.inf, {}
         for number, report in sorted(reports.items()):
             self.slots[number].newcomer = report.newcomer and report.formed < 0
             if report.leaves:
@@ -875,21 +913,53 @@ class Coordinator:
         self._check_suspended(now, reports)
         if roster.leaving:
             self._leave_due = now
-        if self.order is None and roster.begun and roster.entered != set(roster.members):
+        if self.order is None and roster.begun and not roster.is_founding and roster.entered != set(roster.members):
             self._announce(roster.renew())  # the last one is in the journal, and did not reach all workers
         self._admit_newcomers()
         self._announce(roster.plan())
         self._decide_merge(now)
         self.version += 1
 
-    def _wait_for(self, missing: list[int], reports: Collection[int], now: float) -> None:
+    def _wait_for(self, missing: list[int], now: float) -> None:
         """Waits longer for the `missing` workers, without whom those that have reported cannot go on."""
-        self._late = self._late or now + RETURN
-        if reports and now >= self._late:
-            self._late = math.inf
+        if now - self._waits_since >= RETURN and not self._has_named_missing:
+            self._has_named_missing = True
             have = "has" if len(missing) == 1 else "have"
             self._say(f"{ranks(missing)} {have} not reported to the restarted coordinator yet, and {NO_STATE}: waiting")
-        if self.stop and self._late == math.inf and not self.ended:
+        if self.stop and self._has_named_missing and not self.ended:
             self.ended = True
             self._say(f"{NO_STATE}, so the run stops without a checkpoint")
         self.recovering = now + RETURN
+
+    def _is_too_late(self, missing: list[int], now: float) -> bool:
+        """Whether all workers start again as the first team, without waiting any longer for the hosts of the `missing`
+        ones. That costs nothing before the first step, or with copies in memory; other teams wait as for silent hosts.
+        """
+        if all(slot.life == UNKNOWN for slot in self.slots.values()):
+            return False
+        self._waits_since = min(self._waits_since, now)
+        begins = self._has_not_begun(missing)
+        can = begins or (self.roster.replica_size > 1 and self.max_restarts > 0)
+        soon = begins or self.mirrors or len(missing) <= self._offered
+        return can and not self.stop and now - self._waits_since >= (RETURN if soon else AWAITED)
+
+    def _has_not_begun(self, missing: Collection[int]) -> bool:
+        """Whether a first team has certainly not made its first step: one of its workers that are back has not."""
+        back = {*self.roster.members} - {*missing}
+        return self.roster.founding and not self.roster.established.issuperset(back)
+
+    def _start_without(self, missing: list[int]) -> None:
+        """Starts the first team again, once hosts have come for the `missing` workers: their own ones, or others."""
+        begins = self._has_not_begun(missing)
+        for number in missing:
+            self.slots[number] = WorkerSlot("", self.lives.get(number, UNKNOWN))
+        self.recovering, self.lives = math.inf, {}
+        if not begins:
+            self._go_back(missing, "did not report to the restarted coordinator")
+            return
+        self._start_anew(self.first, [number for number, slot in self.slots.items() if slot.alive])
+        have, host = ("has", "its host") if len(missing) == 1 else ("have", "their hosts")
+        self._say(
+            f"{ranks(missing)} {have} not reported to the restarted coordinator: all workers start once {host} or "
+            "others have joined"
+        )

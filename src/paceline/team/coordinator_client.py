@@ -30,6 +30,7 @@ MANY, RAREST = 32, 1.0  # agents from which on each reports less often; most sec
 AWAY = 3.0  # seconds without an answer after which the coordinator counts as away
 SLOWEST = 10.0  # seconds from the first to the last byte of an answer
 LARGEST = 1 << 26  # bytes of an answer
+FINAL = (400, 403, 412)  # HTTP statuses of the refusals of a join that stay: bad, of a host left out, of another script
 NUMBERS = 10**18  # the number of a request without a session is below
 
 
@@ -80,6 +81,7 @@ class CoordinatorClient:
         self.answered = time.monotonic()
         self.home = address  # the address that the last answer came from
         self.trouble = ""  # what is wrong with the last answer, if anything
+        self.refused: RefusedError | None = None  # a coordinator has refused for good that this agent joins again
         self._session: _Session | None = None
         self._moving = threading.Lock()  # held to change the address, and the session that belongs to it
         self._report: Mapping[str, Any] = {}
@@ -215,8 +217,12 @@ class CoordinatorClient:
                 with self._moving:
                     if refused.code in (409, 410) and self._session is session:  # the coordinator was started again
                         self._drop()
+                if session is None and refused.code in FINAL:
+                    self.refused = refused
+                    self._tell()
+                    return
             except (OSError, ValueError, FormatError) as error:
-                self.trouble = error.what if isinstance(error, FormatError) else ""
+                self._set_trouble(error)
                 if self.away > AWAY:
                     self._interrupt()  # the answer with orders may never come
                 if self.away > AWAY and self.others:  # a coordinator at one of these may have taken over
@@ -254,8 +260,14 @@ class CoordinatorClient:
             except RefusedError:
                 known = 0
             except (OSError, ValueError, FormatError) as error:
-                self.trouble = error.what if isinstance(error, FormatError) else ""
+                self._set_trouble(error)
             time.sleep(AGAIN)
+
+    def _set_trouble(self, error: OSError | ValueError | FormatError) -> None:
+        """Keeps what is wrong with an answer. Who does not know the token may answer anything, and ends nothing."""
+        self.trouble = error.what if isinstance(error, FormatError) else ""
+        if isinstance(error, UnsignedError):
+            self.trouble = str(error)
 
     def _interrupt(self) -> None:
         if self._hearing is not None:
@@ -286,6 +298,7 @@ class CoordinatorClient:
                 raise ConnectionError("the coordinator has moved to another address")
             self._session, self.epoch, self.run = session, terms["epoch"], terms["run"]
             self._clocks.clear()
+            self._answered_report = {}, {}  # by a coordinator that may be gone
             self._joined.set()
         self.answered = time.monotonic()
         return session

@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import socket
 import sys
@@ -46,7 +47,7 @@ from paceline.base.text import ranks
 from paceline.errors import FormatError, PacelineError
 from paceline.plan import Plan
 from paceline.team.auth import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
-from paceline.team.coordinator import HELD, RETURN, Coordinator
+from paceline.team.coordinator import HELD, LATER, RETURN, Coordinator
 from paceline.team.coordinator_client import RefusedError, fence
 from paceline.team.host_failures import FORBIDDEN, HostFailures
 from paceline.team.membership import Membership
@@ -67,6 +68,7 @@ LOOK = 0.1  # seconds between two checks for silent agents
 LOADED, RARER = 10.0, 0.05  # least seconds, and part of the run so far, between two journal records of loading
 STRANGERS = ("fence", "join", "stop", "stacks", "profile")  # requests without a session
 _REQUEST = "a request /{}"
+_TEAMS = re.compile(rb'"(?:generation|restarted)"')
 SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
 
@@ -154,12 +156,15 @@ class Service:
             why = f"{agent} has a different {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
         machine, earlier = request.get("machine") or request["host"], request.get("failures") or ()
+        (host, port), (number, members) = request["standby"], request["generation"]
         if reasons := self._coordinator.refuses(agent, machine, map(tuple, earlier), request["numbers"]):
             self._publish()
-            raise RefusalError(FORBIDDEN, reasons)
-        (host, port), (number, members) = request["standby"], request["generation"]
+            if [host, port] != [*self._run["address"]]:  # else it runs this coordinator, although its workers are out
+                raise RefusalError(FORBIDDEN, reasons)
         self._coordinator.recall_generation(number, members)
         numbers, count, spares = request["numbers"], request["count"], min(request["count"], request.get("spares", 0))
+        if self._coordinator.defers(numbers, count - spares):
+            raise RefusalError(LATER, "the coordinator was restarted, and waits for the hosts of the run")
         numbers = self._coordinator.join(agent, request["logs"], (host, port), numbers, count, spares)
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
@@ -442,7 +447,7 @@ class Handler(RequestHandler):
         except RefusalError as refused:
             if isinstance(refused, ReplayError):
                 self._signature = ""
-            if refused.code != UNKNOWN:
+            if refused.code not in (UNKNOWN, LATER):
                 await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {refused.why}"))
             self.set_status(refused.code)
             reply = {"refused": refused.why, **refused.more}
@@ -522,6 +527,15 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> M
     return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
 
 
+def last_restart(folder: Path, since: int) -> dict[str, Any] | None:
+    """What the journal says after byte `since` of the first team that is to start again; None if a generation has
+    followed it, or if there was none.
+    """
+    events = (event_of(line) for line in lines_from_end(folder / NAME, since) if _TEAMS.search(line))
+    last = next((event for event in events if event.get("event") in ("generation", "restarted")), {})
+    return last if last.get("event") == "restarted" and {"number", "workers", "lives"} <= last.keys() else None
+
+
 def last_merge(folder: Path, since: int) -> dict[str, Any] | None:
     """The last merge of islands that the previous coordinator decided on and journaled; it remains valid."""
     lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"merge"' in line)
@@ -553,6 +567,8 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])
         coordinator.hosts.recall(host_events(folder, given["since"]))
+        if restart := last_restart(folder, given["since"]):
+            coordinator.recall_restart(restart, time.monotonic(), time.time() - restart.get("at", time.time()))
         coordinator.recovering = time.monotonic() + RETURN
     token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that started this process
     service = Service(coordinator, token, given, journal.write)

@@ -81,7 +81,7 @@ class Membership:
         """
         self.established = first | {worker for worker, number in formed.items() if number >= 0}
         self.entered = {worker for worker, number in formed.items() if number == self.number}
-        self.entered |= set() if self.number else first
+        self.entered |= first if self.founding else set()
 
     def waits(self, worker: int) -> None:
         """Takes note that a newcomer waits to be admitted."""

@@ -12,6 +12,8 @@ from paceline.base.text import ranks
 from paceline.team.agent_commands import At
 from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
+LAST = 1 << 40  # a life after all others
+
 
 @dataclass
 class ServerPlacement:
@@ -28,7 +30,7 @@ class ServerPlacement:
     @property
     def _hosts(self) -> list[str]:
         """The agents that have workers, in the order of their lowest worker."""
-        away, slots = self.gone | self.leaving, sorted(self.slots.items())
+        away, slots = self.gone | self.leaving | {""}, sorted(self.slots.items())
         return [*dict.fromkeys(slot.agent for n, slot in slots if n < SERVERS and slot.agent not in away)]
 
     def place_servers(self, agent: str, reports: Mapping[int, WorkerReport], recovering: bool, least: int) -> bool:
@@ -77,6 +79,10 @@ class ServerPlacement:
         if slot.agent:
             self._left.setdefault(slot.agent, {})[number] = WorkerSlot(slot.agent, slot.life, True, out=True).wanted
         slot.agent = ""
+
+    def release(self, agent: str, number: int) -> None:
+        """Has an agent end a worker of which another agent has got the number, in whatever life it is."""
+        self._left.setdefault(agent, {})[number] = WorkerSlot(agent, LAST, True, out=True).wanted
 
     def wanted(self, agent: str) -> dict[int, Any]:
         """The workers, by number, that an agent must run or end."""

@@ -37,26 +37,37 @@ class SpareWorkers:
     """Counts the workers that the team has and may have.
 
     A run begins with `size` workers. `brought` has, by agent, how many workers the agent has brought to the team, and
-    how many spares.
+    how many spares. `unreplaced` is the number of workers of hosts that are left out, as long as no other host has
+    brought as many.
     """
 
     slots: Mapping[int, WorkerSlot]
     size: int = 1
     brought: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unreplaced: int = 0
 
     def bring(self, agent: str, workers: int, spares: int, away: Collection[str]) -> None:
-        """Takes note of an agent that joins. It replaces earlier ones of its host that are `away`."""
+        """Takes note of an agent that joins. It replaces earlier ones of its host that are `away`, or else those that
+        were left out.
+        """
         host = agent.partition(" ")[0]
-        for other in [one for one in self.brought if one in away and one.partition(" ")[0] == host]:
+        before = [one for one in self.brought if one == agent or (one in away and one.partition(" ")[0] == host)]
+        for other in before:
             del self.brought[other]
         self.brought[agent] = workers, spares
+        if not before:
+            self.unreplaced = max(0, self.unreplaced - workers)
+
+    def leave_out(self, agents: Iterable[str]) -> None:
+        """Takes note that the host of these agents is left out: spares and further hosts replace its workers."""
+        self.unreplaced += sum(self.brought.pop(agent, (0, 0))[0] for agent in agents)
 
     @property
     def full_size(self) -> float:
         """The number of workers of the full team; without spares there is no limit. Those of lost hosts count."""
         if not any(spares for _, spares in self.brought.values()):
             return math.inf
-        return max(self.size, sum(workers for workers, _ in self.brought.values()))
+        return max(self.size, self.unreplaced + sum(workers for workers, _ in self.brought.values()))
 
     def is_full(self, number: int, roster: Membership) -> bool:
         """Whether the team, with those who are about to enter it or to leave it, has no room for a newcomer. Workers of

@@ -124,6 +124,8 @@ def left_of(lost: Iterable[int], slots: Mapping[int, WorkerSlot], logs: Mapping[
     lines: list[str] = []
     for number in lost:
         agent, report = slots[number].agent, slots[number].report
+        if not agent:  # it has not reported to a restarted coordinator
+            continue
         where = f" on {agent.partition(' ')[0]}" if len(logs) > 1 else ""
         lines += report.epitaph(f"{logs.get(agent, 'logs')}/{called(number)}.log{where}")
     return "".join(f"\n  {line}" for line in lines)

@@ -7,9 +7,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from paceline.data.order import in_order, sample_index
+from paceline.data.sampler_order import options_of
 from paceline.errors import DatasetError, UsageError
 
 Order = Callable[[int, int, int, int], int]
@@ -145,14 +154,15 @@ def loader_as_rows(loader: Any, class_weight: Any, what: str) -> RowDataset:
     if loader.collate_fn is not default_collate:
         what = f"{what} is a DataLoader with a collate_fn"
         raise UsageError(what, "pass the dataset, and let its rows be tensors of equal shapes")
-    kind = type(loader.sampler)
-    is_known = kind in (RandomSampler, SequentialSampler) and not getattr(loader.sampler, "replacement", False)
-    if not is_known and not isinstance(loader.dataset, IterableDataset):
+    batches = loader.batch_sampler  # also without batch_sampler=, of the sampler
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
+    kind = type(sampler)
+    is_known = kind in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
+    if not isinstance(loader.dataset, IterableDataset) and (not is_known or len(sampler) != len(loader.dataset)):
         cure = "pass the dataset itself, and say shuffle= in fit()"
         raise UsageError(f"{what} is a DataLoader with the sampler {kind.__name__}", cure)
     order = sample_index if kind is RandomSampler else in_order
-    options = {"num_workers": loader.num_workers} if loader.num_workers else {}
-    return torch_rows(loader.dataset, (order, order), class_weight, what, options)
+    return torch_rows(loader.dataset, (order, order), class_weight, what, options_of(loader))
 
 
 def as_parts(item: Any) -> tuple[Any, ...]:

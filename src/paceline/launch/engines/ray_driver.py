@@ -112,21 +112,21 @@ class ActorBridge:
 
 class FurtherNode:
     """Connects a node that replaces another one, as soon as Ray provides one. `avoided` are the nodes that the run has
-    or had: while Ray offers one of these, it is held, so that Ray offers the next one.
+    or had: while Ray offers one of these, it is held, so that Ray offers the next one. What is reserved is free again
+    once it is closed; all other reservations of the run are removed by Ray when this process ends.
     """
 
     def __init__(self, wanted: Resources, avoided: set[str], asker: socket.socket, streams: list[int]) -> None:
         self._wanted, self._avoided, self._asker, self._streams = wanted, avoided, asker, streams
-        self._over = threading.Event()
+        self._over, self._groups = threading.Event(), list[Any]()
         self._bridge: ActorBridge | None = None
         threading.Thread(target=self._find, daemon=True).start()
 
     def _find(self) -> None:
         import ray
-        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+        from ray.util.placement_group import placement_group, placement_group_table
 
-        groups: list[Any] = []
-        node = ""
+        node, groups = "", self._groups
         try:
             while not node or node in self._avoided:
                 groups.append(placement_group([self._wanted]))
@@ -135,21 +135,31 @@ class FurtherNode:
                         return
                 node = placement_group_table(groups[-1])["bundles_to_node_id"][0]
             self._avoided.add(node)
-            for group in groups[:-1]:
-                remove_placement_group(group)
+            self._free(1)
             if not self._over.is_set():
                 actor = _actor(groups[-1], self._wanted, 0)
                 self._bridge = ActorBridge(actor, self._asker, self._streams)
         except ray.exceptions.RayError as error:
             finish(self._asker, self._streams, LOST, _why(error))
+        finally:
+            if self._over.is_set():
+                self._free()
+
+    def _free(self, kept: int = 0) -> None:
+        """Removes what is reserved, except for the last `kept` ones."""
+        from ray.util.placement_group import remove_placement_group
+
+        while len(self._groups) > kept:
+            remove_placement_group(self._groups.pop(0))
 
     def close(self) -> None:
         """Ends the actor, or the search for a node."""
         self._over.set()
-        if self._bridge is None:
+        if self._bridge is None:  # the search ends soon
             self._asker.close()
         else:
             self._bridge.close()
+            self._free()
 
 
 def _why(error: Exception) -> str:

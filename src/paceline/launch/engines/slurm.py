@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ class Slurm(Engine):
         one_task = ["--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
         if (name := self._further.get(host.name)) is None:
             return ["srun", *one_task, f"--nodelist={host.name}", "--overlap", "--job-name=paceline", *self.given, "sh"]
-        avoided, unset = f"--exclude={','.join(self._avoided)}", map("--unset={}".format, outside_of_slurm())
+        about = _ask("scontrol", "show", "job", self._job)
+        nodes = dict.fromkeys([*excluded(self._asked, about), *self._avoided])
+        avoided, unset = f"--exclude={','.join(nodes)}", map("--unset={}".format, outside_of_slurm())
         return ["env", *unset, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
 
     def another(self, host: Host) -> Host | None:
@@ -109,6 +112,23 @@ def allocation(given: Sequence[str]) -> Slurm | None:
         raise LaunchError(f"the nodes of job {job.number} are not known", "check `scontrol show hostnames`")
     used = [] if job.batch else given  # sbatch has used them already
     return Slurm([Host(node) for node in nodes], used, job.number, job.restarts, job.batch, given)
+
+
+def excluded(asked: Sequence[str], about: str) -> list[str]:
+    """The nodes that the user excludes: with the options `asked`, of which the last one counts, and in the job that
+    ``scontrol show job`` prints `about`. Slurm would forget them for a further job that excludes nodes, too.
+    """
+    nodes = re.findall(r"\bExcNodeList=(?!\(null\))(\S+)", about)
+    words, named = iter(asked), ""
+    for word in words:
+        if word in ("-x", "--exclude"):
+            named = next(words, "")
+        elif given := re.fullmatch(r"(?:-x|--exclude=)(.+)", word):
+            named = given[1]
+    if "/" in named:  # a file of names
+        with suppress(OSError):
+            named = ",".join(Path(named).read_text().split())
+    return [*nodes, *filter(None, [named])]
 
 
 def directive(word: str) -> str:

@@ -41,8 +41,8 @@ _ASKS = {
     *("data_ptr", "storage_offset", "is_same_size", "type", "__format__"),
 }
 _READS = {
-    *("item", "tolist", "numpy", "equal", "nonzero"),
-    *("__bool__", "__int__", "__float__", "__index__", "__contains__"),
+    *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero"),
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__", "__dlpack__"),
 }
 _DRAWS = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "poisson", "gumbel")
 
