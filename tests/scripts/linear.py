@@ -1,6 +1,7 @@
 """A loss that is linear in the weights, so that they end where the sum of all gradients brings them, whatever was sent
 when. Usage: linear.py OUT STEPS, with the plan in PLAN and
-WIDE rows of weights instead of 20. Goes slowly after a third of the steps until WAIT has come.
+WIDE rows of weights instead of 20. Goes slowly after a third of the steps until WAIT has come, and more slowly until ALL
+workers have.
 """
 
 import os
@@ -23,7 +24,11 @@ def pause(step):
     if "WAIT" not in os.environ:
         return 0.0
     path = os.path.join(os.environ["PACELINE_RUN_DIR"], os.environ["WAIT"].split()[0])
-    return 0.0 if os.path.exists(path) else 1.0 if step > steps // 3 else 0.05
+    if os.path.exists(path):
+        return 0.0
+    if step <= steps // 3:
+        return 0.05
+    return 1.0 if paceline.join().size >= int(os.environ.get("ALL", "1")) else 4.0
 
 
 trainer = paceline.Trainer(

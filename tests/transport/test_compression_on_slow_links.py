@@ -341,7 +341,7 @@ def test_a_lost_leader_takes_along_what_it_names_and_nothing_else(
 ) -> None:
     """Also where others go forward with the step that it had all but made, from the reduction on."""
     monkeypatch.setenv("PLAN", f"codec={codec}")
-    monkeypatch.setenv("WAIT", "go")  # so that all are there before the fault
+    monkeypatch.setenv("ALL", "4")  # so that all are there before the fault
     here = cluster(2)
     here.steps = STEPS
     here.start(0, 2, code=CODE)
@@ -350,8 +350,6 @@ def test_a_lost_leader_takes_along_what_it_names_and_nothing_else(
     here.members(4)
     assert here.status()["step"] < 21
     here.until(lambda: len(read_log(here.agents[1].folder)) == 1)
-    for agent in here.agents:
-        (agent.folder / "go").touch()
     here.members(4)
     here.stop(1)
     here.members(2)
