@@ -261,7 +261,9 @@ FORMATS = {
         ("datasets",), write_dataset, lambda folder: data.ArrowRows(folder / "*.arrow"), own_dataset, default_collate
     ),
     "parquet": Format(("pyarrow",), write_parquet, data.ParquetRows, own_parquet, default_collate),
-    "lance": Format(("lance",), write_lance, lambda folder: data.LanceRows(folder / "rows.lance"), own_lance, default_collate),
+    "lance": Format(
+        ("lance",), write_lance, lambda folder: data.LanceRows(folder / "rows.lance"), own_lance, default_collate
+    ),
     "images": Format(
         ("torchvision", "PIL"),
         write_images,

@@ -1,7 +1,6 @@
 """A loss that is linear in the weights, so that they end where the sum of all gradients brings them, whatever was sent
-when. Usage: linear.py OUT STEPS, with the plan in PLAN and
-WIDE rows of weights instead of 20. Goes slowly after a third of the steps until WAIT has come, and more slowly until ALL
-workers have.
+when. Usage: linear.py OUT STEPS, with the plan in PLAN and WIDE rows of weights instead of 20. Goes slowly after a
+third of the steps until WAIT has come, and more slowly until ALL workers have.
 """
 
 import os

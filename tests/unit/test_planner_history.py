@@ -17,15 +17,17 @@ def path(tmp_path):
     return tmp_path / "cache" / "predictions.jsonl"
 
 
-def test_plans_of_a_kind_are_corrected_by_the_median_of_three(path):
+def test_plans_that_have_something_in_common_are_corrected_the_more_is_known_of_them(path):
     history = History(path)
-    for measured in (2.0, 3.0):
-        history.add(Prediction("data=1 shard=2 zero=3", 2, 1.0, 1.0, measured))
-    assert history.correction(ZERO3, NET) == 1.0
-    history.add(Prediction("data=2 shard=2 zero=3", 4, 1.0, 1.0, 8.0))
-    assert history.correction(ZERO3, NET) == 3.0
-    assert history.correction(DATA, NET) == 1.0
-    assert History(path).correction(ZERO3, NET) == 3.0
+    factors = []
+    for workers in (2, 4, 6, 8):
+        plan = ZERO3.validate(workers)
+        history.add(Prediction(str(plan), workers, 1.0, 1.0, 2.0, "Other", 9))
+        factors.append(history.correction(ZERO3.validate(2), NET, 2))
+    assert 1.0 < factors[0] < factors[1] < factors[2] < factors[3] < 2.0
+    assert factors[0] == pytest.approx(2.0**0.5), "one trial of another model says as much as no trial"
+    assert history.correction(DATA, NET, 2) == 1.0
+    assert History(path).correction(ZERO3, NET, 2) == factors[3]
 
 
 def test_a_plan_of_the_same_model_is_corrected_by_its_own_measurements(path):
@@ -33,7 +35,7 @@ def test_a_plan_of_the_same_model_is_corrected_by_its_own_measurements(path):
     plan = DATA.validate(2)
     for model, parameters, measured in (("Net", 8, 3.0), ("Net", 9, 7.0), ("Other", 8, 7.0)):
         history.add(Prediction(str(plan), 2, 2.0, 2.0, measured, model, parameters))
-    assert history.correction(plan, NET) == 1.5
+    assert history.correction(plan, NET, 2) == 1.5
 
 
 def test_the_error_is_that_of_the_corrected_predictions(path):

@@ -21,7 +21,7 @@ from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
 from paceline.planner.candidates import candidates, has_same_layout, layout_of, probed_words, without_layout, words_of
-from paceline.planner.choose import Answer, Predictor, Prospect, ranked
+from paceline.planner.choose import Answer, Predictor, Prospect, corrected_by_trials, ranked
 from paceline.planner.descriptions import (
     MachineDescription,
     ModelDescription,
@@ -168,15 +168,19 @@ class Planning:
         return probe(self._folder / "probe", self._trial_options(self._options.plan, workers), asked, question.rehearse)
 
     def _try(self, prospects: dict[str, Prospect]) -> None:
-        """Tries the fastest plans that fit, and those that are about as fast as the best of them once more."""
-        for _ in range(self._question.tries + MOST):
-            fitting = [key for key, one in prospects.items() if one.fits and not one.is_refused]
-            best = sorted(fitting, key=lambda key: prospects[key].seconds if key != ALONE else math.inf)
-            best = best[: self._question.tries] + [key for key in (ALONE,) if key in fitting]
-            untried = [key for key in best if prospects[key].trial is None]
-            if not untried or self._passed > self._limit:
+        """Tries plans that fit: each time the one predicted to be fastest, as corrected by the trials before. Then
+        tries those that are about as fast as the best of them once more.
+        """
+        for turn in range(1, self._question.tries + MOST + 1):
+            ready = [key for key, one in prospects.items() if one.fits and one.trial is None]
+            done = sum(one.turn > 0 and one.fits and not one.is_refused for one in prospects.values())
+            if done >= self._question.tries or not ready:
+                ready = [key for key in ready if key == ALONE]
+            if not ready or self._passed > self._limit:
                 break
-            self._try_one(prospects, untried[0])
+            fastest = min(ready, key=lambda key: prospects[key].seconds if key != ALONE else math.inf)
+            self._try_one(prospects, fastest, turn)
+            prospects |= corrected_by_trials(prospects, self._options.workers)
         tried = [key for key, one in prospects.items() if one.trial is not None and one.trial.seconds]
         least = min(prospects[key].step_seconds for key in tried)
         close = [key for key in tried if prospects[key].step_seconds <= CLOSE * least]
@@ -184,14 +188,14 @@ class Planning:
             if self._passed < self._limit:
                 self._try_one(prospects, key)
 
-    def _try_one(self, prospects: dict[str, Prospect], key: str) -> None:
+    def _try_one(self, prospects: dict[str, Prospect], key: str, turn: int = 0) -> None:
         one = prospects[key]
         result = self._run(self._words(one), one.workers)
         alike = [key]
         if result.refused:  # as are plans that place the parts of the model in the same way
             alike = [other for other, two in prospects.items() if has_same_layout(one.plan, two.plan)]
         for other in alike:
-            prospects[other] = prospects[other].with_trial(result)
+            prospects[other] = prospects[other].with_trial(result, turn)
 
     def _words(self, one: Prospect) -> str:
         """Returns the words to give for a plan. On several hosts, workers join those of the first one, to which `data`

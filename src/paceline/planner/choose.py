@@ -14,6 +14,7 @@ from paceline.base.text import duration, first_few, plural, size_of
 from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
+from paceline.planner.corrections import Corrections, traits_of
 from paceline.planner.descriptions import (
     MachineDescription,
     ModelDescription,
@@ -44,6 +45,8 @@ class Prospect:
     room: float = 0.0  # bytes that it may take
     sent: Mapping[str, int] = field(default_factory=dict)  # bytes that worker 0 sends in a step, by kind
     trial: TrialResult | None = None
+    turn: int = 0  # the number of its first trial, of those of all plans
+    correction: float = 1.0  # of the seconds, by trials of other plans
 
     @property
     def needs(self) -> float:
@@ -66,9 +69,14 @@ class Prospect:
         return self.trial is not None and bool(self.trial.refused)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether steps of the plan were measured."""
+        return self.trial is not None and bool(self.trial.seconds)
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of a step, as measured if it was tried."""
-        return self.trial.step_seconds if self.trial is not None and self.trial.seconds else self.seconds
+        return self.trial.step_seconds if self.trial is not None and self.is_measured else self.seconds
 
     @property
     def limits(self) -> str:
@@ -79,9 +87,15 @@ class Prospect:
         shares = sorted(((seconds / total, name) for name, seconds in self.parts.items()), reverse=True)
         return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share >= 0.02)
 
-    def with_trial(self, result: TrialResult) -> Prospect:
+    def with_trial(self, result: TrialResult, turn: int = 0) -> Prospect:
         """Returns this prospect with a trial, or with the steps of one more."""
-        return replace(self, trial=result if self.trial is None else self.trial.beside(result))
+        return replace(self, trial=result if self.trial is None else self.trial.beside(result), turn=self.turn or turn)
+
+    def corrected(self, correction: float) -> Prospect:
+        """Returns this prospect with seconds that are so many times those that were predicted before all trials."""
+        times = correction / self.correction
+        parts = {name: seconds * times for name, seconds in self.parts.items()}
+        return replace(self, seconds=self.seconds * times, parts=parts, correction=correction)
 
     @property
     def name(self) -> str:
@@ -105,6 +119,7 @@ class Prospect:
             "memory": self.memory,
             "fits": self.fits,
             "tried": None if self.trial is None else self.trial.step_seconds,
+            "turn": self.turn or None,
             "sends": dict(self.sent),
             "sent": None if self.trial is None else self.trial.sent,
             "peak": None if self.trial is None else max(self.trial.peaks),
@@ -147,7 +162,7 @@ class Predictor:
         """Predicts a step of this plan."""
         taken = step_time(plan, self.model, self.machine, workers)
         uncorrected = self._correction * taken.total
-        correction = 1.0 if self._history is None else self._history.correction(plan, self.model)
+        correction = 1.0 if self._history is None else self._history.correction(plan, self.model, workers)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
         memory = self._floor + self._most(plan, workers) + self._servers(plan, workers)
         sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
@@ -270,6 +285,21 @@ class Answer:
 def ranked(prospects: Iterable[Prospect]) -> list[Prospect]:
     """Returns the plans that fit, the fastest first, and then the others, those that need least memory first."""
     return sorted(prospects, key=lambda one: (not one.fits, one.step_seconds if one.fits else one.needs))
+
+
+def corrected_by_trials(prospects: Mapping[str, Prospect], workers: int) -> dict[str, Prospect]:
+    """Returns all prospects; those of plans for so many workers that were not tried are corrected by the trials of
+    others.
+    """
+    traits = {key: traits_of(one.plan, workers) for key, one in prospects.items() if one.workers == workers}
+    tried = [(key, prospects[key]) for key in traits if prospects[key].trial is not None]
+    # The factors of trials refer to what was predicted before all of them.
+    trials = [(traits[key], one.step_seconds * one.correction / one.seconds) for key, one in tried if one.is_measured]
+    corrections = Corrections(trials)
+    return {
+        key: one.corrected(corrections.factor(traits[key])) if key in traits and one.trial is None else one
+        for key, one in prospects.items()
+    }
 
 
 def milliseconds(seconds: float) -> str:

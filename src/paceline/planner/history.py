@@ -1,26 +1,25 @@
 """The planner's memory: what was predicted and what was measured on this machine, one JSON object per line.
 
 Later predictions are corrected by it: a plan that took longer than predicted is predicted to take longer, for the same
-model; and so are plans of a kind (those with the same words of layout) for other models.
+model; and so are plans that have something in common with it, also for other models.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
 from paceline.base.schema import read_file
+from paceline.errors import PlanError
 from paceline.plan import Plan
-from paceline.planner.candidates import layout_of
+from paceline.planner.corrections import OF_OTHERS, Corrections, Traits, traits_of
 from paceline.planner.descriptions import Amount, Count, ModelDescription
 
 HISTORY = "predictions.jsonl"  # in the folder of caches
 LAST = 200  # entries that are read, the newest ones
-ENOUGH = 3  # entries of a kind of plan from which a correction follows
 SHOWN = 12  # predictions whose error is shown
 
 
@@ -47,6 +46,7 @@ class History:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: list[Prediction] = []
+        self._corrections: Corrections | None = None
         try:
             lines = read_file(path).splitlines()[-LAST:]
         except OSError:
@@ -57,22 +57,24 @@ class History:
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
 
-    def correction(self, plan: Plan, model: ModelDescription) -> float:
+    def correction(self, plan: Plan, model: ModelDescription, workers: int) -> float:
         """Returns by how much this plan of this model took longer than predicted: the median ratio. If it was never
-        measured: that of plans of its kind, or 1 if too few are known.
+        measured: what follows from plans that have something in common with it.
         """
-        known = [one for one in self._entries if one.uncorrected]
+        known = [one for one in self._entries if one.uncorrected and one.measured]
         same = str(plan), model.name, model.parameters
         ratios = [one.measured / one.uncorrected for one in known if (one.plan, one.model, one.parameters) == same]
-        if not ratios:
-            kind = _kind(plan)
-            ratios = [one.measured / one.uncorrected for one in known if _kind_of(one.plan) == kind]
-            ratios = ratios if len(ratios) >= ENOUGH else []
-        return median(ratios) if ratios else 1.0
+        if ratios:
+            return median(ratios)
+        if self._corrections is None:
+            trials = [(_traits_of(one.plan, one.workers), one.measured / one.uncorrected) for one in known]
+            self._corrections = Corrections(trials, OF_OTHERS)
+        return self._corrections.factor(traits_of(plan, workers))
 
     def add(self, entry: Prediction) -> None:
         """Adds a prediction. Nothing is written if the file cannot be."""
         self._entries.append(entry)
+        self._corrections = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
@@ -87,13 +89,8 @@ class History:
         return (len(errors), median(errors)) if errors else None
 
 
-@cache
-def _kind_of(words: str) -> tuple[str, ...]:
-    """Returns the kind of a plan of the history, which is asked for with each plan that is predicted."""
-    return _kind(Plan.parse(words))
-
-
-def _kind(plan: Plan) -> tuple[str, ...]:
-    """Returns the names of the words of layout that a plan has more than one part of, and the kind of sharding."""
-    names = [name for name in layout_of(plan) if name != "data" and getattr(plan, name) != 1]
-    return (*sorted(names), f"zero={plan.zero}", f"recompute={plan.recompute}")
+def _traits_of(words: str, workers: int) -> Traits:
+    try:
+        return traits_of(Plan.parse(words).validate(workers), workers)
+    except PlanError:  # of another version
+        return frozenset()

@@ -133,7 +133,7 @@ class Outlook(Description, frozen=True):
             if ratio is None:
                 if untried >= 1:
                     continue
-                ratio, least = self.ratio * history.correction(plan, self.model), untried
+                ratio, least = self.ratio * history.correction(plan, self.model, workers), untried
             seconds = shared * ratio * others.seconds(plan)
             gain = (now.seconds - seconds) * now.rest
             pays = seconds <= (1 - least) * now.seconds and gain > 2 * now.cost
