@@ -5,7 +5,9 @@
 
 Each side makes shuffled batches of 64 rows: 64 numbers and a label, or an image of 96 x 96 pixels and a label. The
 sides take turns, an epoch each; the ratio is the own loader's time over Paceline's, in each round, so more than 1 is
-faster. The first round warms up. Both must give the same rows. `skip` is the time in which Paceline opens the dataset,
+faster. The first round warms up. Both must give the same rows. The own loader is the one that the documentation of a
+format shows for training; some of these shuffle less. With `columns` it is a loop over the columns of shuffled parts of
+the table, which is the most that the format can do. `skip` is the time in which Paceline opens the dataset,
 whose index is there, and has the first batch after a million rows. Formats whose loader cannot be imported are named
 and left out.
 """
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from turns import compare, record
 
 from paceline import data
@@ -72,9 +74,9 @@ def named(samples: list[Any]) -> Any:
 
 
 def torch_loader(
-    dataset: Any, loaders: int, collate: Any = named, shuffle: bool | None = True
+    dataset: Any, loaders: int, shuffle: bool | None = True
 ) -> Callable[[], Batches]:
-    return lambda: DataLoader(dataset, BATCH, shuffle, num_workers=loaders, collate_fn=collate)
+    return lambda: DataLoader(dataset, BATCH, shuffle, num_workers=loaders)
 
 
 # -- WebDataset ------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def own_dataset(folder: Path, loaders: int) -> Callable[[], Batches]:
     return torch_loader(open_dataset(folder), loaders)
 
 
-# -- Parquet and Lance -----------------------------------------------------------------------------------------------
+# -- Parquet, Arrow and Lance by columns -----------------------------------------------------------------------------
 
 
 def write_parquet(folder: Path, rows: int) -> None:
@@ -155,35 +157,71 @@ def batches_of(part: Any) -> Iterator[Any]:
         yield torch.from_numpy(x.copy()), torch.from_numpy(some["y"].to_numpy().copy())
 
 
+class Parts(IterableDataset[Any]):
+    """Batches of the parts of a table in random order, of which each loader process reads its share."""
+
+    def __init__(self, read: Callable[[int], Any], count: int) -> None:
+        self.read, self.count = read, count
+
+    def __iter__(self) -> Iterator[Any]:
+        process = get_worker_info()
+        for part in np.random.permutation(self.count).tolist():
+            if process is None or part % process.num_workers == process.id:
+                yield from batches_of(self.read(part))
+
+
+def by_columns(read: Callable[[int], Any], count: int, loaders: int) -> Callable[[], Batches]:
+    """Reads a table by its parts; in this process without a DataLoader, which would take time."""
+    parts = Parts(read, count)
+    return lambda: DataLoader(parts, None, num_workers=loaders) if loaders else iter(parts)
+
+
 def own_parquet(folder: Path, loaders: int) -> Callable[[], Batches]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(folder / "rows.parquet")
+    return by_columns(lambda group: file.read_row_group(group, use_threads=False), file.num_row_groups, loaders)
 
-    def begin() -> Iterator[Any]:
-        for group in np.random.permutation(file.num_row_groups):
-            yield from batches_of(file.read_row_group(int(group), use_threads=False))
 
-    return begin
+def open_arrow(folder: Path) -> Any:
+    return data.ArrowRows(folder / "*.arrow")
+
+
+def own_arrow(folder: Path, loaders: int) -> Callable[[], Batches]:
+    import pyarrow
+
+    files = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in sorted(folder.glob("*.arrow"))]
+    parts = [part for file in files for part in file]
+    return by_columns(lambda part: pyarrow.Table.from_batches([parts[part]]), len(parts), loaders)
 
 
 def write_lance(folder: Path, rows: int) -> None:
     import lance
+    import pyarrow
 
-    lance.write_dataset(table(rows), folder / "rows.lance")
+    lists = table(rows)  # of one width, which Lance's loader needs
+    x = lists["x"].cast(pyarrow.list_(pyarrow.float32(), WIDTH))
+    lance.write_dataset(lists.set_column(0, "x", x), folder / "rows.lance")
+
+
+def open_lance(folder: Path) -> Any:
+    return data.LanceRows(folder / "rows.lance")
 
 
 def own_lance(folder: Path, loaders: int) -> Callable[[], Batches]:
+    """Lance's loader as its documentation has it, which reads all rows in their order."""
+    from lance.torch.data import LanceDataset
+
+    rows = LanceDataset(str(folder / "rows.lance"), batch_size=BATCH)
+    return lambda: DataLoader(rows, None, num_workers=loaders)
+
+
+def own_lance_columns(folder: Path, loaders: int) -> Callable[[], Batches]:
     import lance
-    import pyarrow
 
-    rows = lance.dataset(folder / "rows.lance")
-
-    def begin() -> Iterator[Any]:
-        for part in rows.to_batches(batch_size=16 * BATCH):
-            yield from batches_of(pyarrow.Table.from_batches([part]))
-
-    return begin
+    rows, size = lance.dataset(folder / "rows.lance"), 64 * BATCH
+    count = -(-rows.count_rows() // size)
+    return by_columns(lambda part: rows.to_table(offset=part * size, limit=size), count, loaders)
 
 
 # -- MDS and litdata -------------------------------------------------------------------------------------------------
@@ -220,7 +258,7 @@ def own_litdata(folder: Path, loaders: int) -> Callable[[], Batches]:
     from litdata import StreamingDataLoader, StreamingDataset
 
     rows = StreamingDataset(str(folder), shuffle=True)
-    return lambda: StreamingDataLoader(rows, batch_size=BATCH, num_workers=loaders, collate_fn=named)
+    return lambda: StreamingDataLoader(rows, batch_size=BATCH, num_workers=loaders)
 
 
 # -- images ----------------------------------------------------------------------------------------------------------
@@ -240,7 +278,7 @@ def own_images(folder: Path, loaders: int) -> Callable[[], Batches]:
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import ToTensor
 
-    return torch_loader(ImageFolder(str(folder), ToTensor()), loaders, None)
+    return torch_loader(ImageFolder(str(folder), ToTensor()), loaders)
 
 
 FORMATS = {
@@ -251,19 +289,17 @@ FORMATS = {
         own_webdataset,
         collate_webdataset,
     ),
-    "mds": Format(("streaming",), write_mds, data.MDSRows, own_mds, named),
-    "litdata": Format(("litdata",), write_litdata, data.LitDataRows, own_litdata, named),
+    "mds": Format(("streaming",), write_mds, data.MDSRows, own_mds, default_collate),
+    "litdata": Format(("litdata",), write_litdata, data.LitDataRows, own_litdata, default_collate),
     "json lines": Format(
         ("datasets",), write_lines, lambda folder: data.JsonLines(folder / "rows.jsonl"), own_lines, named
     ),
-    "hugging face": Format(("datasets",), write_dataset, open_dataset, own_dataset, named),
-    "arrow": Format(
-        ("datasets",), write_dataset, lambda folder: data.ArrowRows(folder / "*.arrow"), own_dataset, default_collate
-    ),
+    "hugging face": Format(("datasets",), write_dataset, open_dataset, own_dataset, default_collate),
+    "arrow": Format(("datasets",), write_dataset, open_arrow, own_dataset, default_collate),
+    "arrow columns": Format(("datasets",), write_dataset, open_arrow, own_arrow, default_collate),
     "parquet": Format(("pyarrow",), write_parquet, data.ParquetRows, own_parquet, default_collate),
-    "lance": Format(
-        ("lance",), write_lance, lambda folder: data.LanceRows(folder / "rows.lance"), own_lance, default_collate
-    ),
+    "lance": Format(("lance",), write_lance, open_lance, own_lance, default_collate),
+    "lance columns": Format(("lance",), write_lance, open_lance, own_lance_columns, default_collate),
     "images": Format(
         ("torchvision", "PIL"),
         write_images,

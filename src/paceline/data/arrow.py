@@ -11,16 +11,17 @@ import numpy as np
 from paceline.data.byte_ranges import LocalFiles, RemoteFiles, find_files, names_of
 from paceline.data.row_groups import CACHE, RowGroups
 from paceline.data.row_index import row_begins
-from paceline.data.table_rows import Columns, GroupedTableRows, columns_of
+from paceline.data.table_rows import Columns, TableRows, columns_of
 from paceline.errors import DatasetError, UsageError, first_line
 
-_BLOCK = 1024  # rows of a Lance dataset that are read together
-_DENSE = 32  # rows that are asked for together, from which on blocks are read: fewer may be all that is needed of them
+_BLOCK = 16 << 20  # bytes of rows of a Lance dataset that are read together, if all rows are as large as the first one
+_BLOCK_ROWS = (64, 4096)  # the least and the most rows of a block
+_DENSE = 32  # rows of a call from which on blocks are read; fewer may be all that is needed of the blocks
 _MISSING = "pass Arrow files, or a pattern like folder/*.arrow"
 Store = LocalFiles | RemoteFiles
 
 
-class ArrowRows(GroupedTableRows):
+class ArrowRows(TableRows):
     """All rows of Arrow files, in the order of the files: each a dict from a column to its value.
 
     Values are those of `ParquetRows`. `files`: a path or URL that fsspec knows (``s3://...``, which gets
@@ -119,13 +120,14 @@ def _batch_begins(store: Store, path: str, _: int) -> list[int]:
     return begins
 
 
-class LanceRows(GroupedTableRows):
+class LanceRows(TableRows):
     """All rows of a Lance dataset, in its order: each a dict from a column to its value, as in `ParquetRows`.
 
     `url` is a path or URL that lance knows, which gets `storage_options`. `columns`: which to read (default: all). The
     rows are those of the version that is the newest when the dataset is opened. The rows of a micro-batch are read with
-    one call. If they are 32 or more of one or two blocks of 1024 rows, as with ``order=rows.order``, the blocks are
-    read, of which as many stay in memory as `cache` bytes hold. May be pickled and forked.
+    one call. If they are 32 or more of one or two blocks of neighbouring rows, as with ``order=rows.order``, these
+    blocks are read, of which as many stay in memory as `cache` bytes hold. A block has about 16 MB, and 64 to 4096
+    rows. May be pickled and forked.
 
     Raises UsageError without lance, DatasetError where there is no such dataset, column or row.
     """
@@ -134,8 +136,8 @@ class LanceRows(GroupedTableRows):
         self,
         url: str | os.PathLike[str],
         columns: Sequence[str] | None = None,
-        cache: int = CACHE,
         storage_options: Mapping[str, str] | None = None,
+        cache: int = CACHE,
     ) -> None:
         self._url, self._columns = os.fspath(url), None if columns is None else list(columns)
         self._options = None if storage_options is None else dict(storage_options)
@@ -148,13 +150,16 @@ class LanceRows(GroupedTableRows):
             raise DatasetError(f"{self._url} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
         if not count:
             raise DatasetError(f"{self._url} has no rows", "pass a dataset that lance.write_dataset wrote")
-        blocks = range(0, count, _BLOCK)
-        self._rows = RowGroups([min(_BLOCK, count - start) for start in blocks], cache, "LanceRows")
+        least, most = _BLOCK_ROWS
+        size = max(1, dataset.take([0]).nbytes)  # of all columns, so that the order depends on the dataset alone
+        self._block = max(least, min(most, _BLOCK // size))
+        blocks = range(0, count, self._block)
+        self._rows = RowGroups([min(self._block, count - start) for start in blocks], cache, "LanceRows")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": (0, None)}
 
-    def parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
+    def _parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
         """Yields (columns, numbers there, numbers in `rows`): of blocks, or of all rows together."""
         blocks = list(self._rows.divided(rows))
         if len(rows) >= _DENSE and len(blocks) <= 2:
@@ -165,9 +170,9 @@ class LanceRows(GroupedTableRows):
             yield columns_of(self._table(rows.tolist())), numbers, numbers
 
     def _read(self, number: int) -> tuple[int, Columns]:
-        start = number * _BLOCK
-        table = self._table(list(range(start, min(start + _BLOCK, len(self)))))
-        return table.nbytes, columns_of(table)
+        start = number * self._block
+        table = self._table(list(range(start, min(start + self._block, len(self)))))
+        return table.nbytes, columns_of(table, by_rows=True)
 
     def _table(self, rows: list[int]) -> Any:
         return self._dataset().take(rows, columns=self._columns).combine_chunks()

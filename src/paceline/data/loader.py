@@ -43,7 +43,7 @@ from paceline.data.table_rows import TableRows
 from paceline.data.tokens import Tokens
 from paceline.errors import AddNote, DatasetError, UsageError, a
 
-AHEAD = 1024  # rows whose indices are computed in one go
+AHEAD = 4096  # rows whose indices are computed in one go
 _ROWS, _COLLATE = 1 << 40, 1 << 41  # keep the loader's streams apart from the model's
 _FIXED = {
     "batch_size": "global_batch= of the Trainer",

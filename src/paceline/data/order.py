@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 from paceline.errors import UsageError, a
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
-_IntOrArray = TypeVar("_IntOrArray", int, "NDArray[Any]")
+_IntOrArray = TypeVar("_IntOrArray", int, Any)
 
 _CURE = "pass an int, or a tensor of integers, for example from torch.arange"
 LARGEST = 2**40  # half an index fits 20 bits, so no product below reaches 2**63

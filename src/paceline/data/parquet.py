@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.data.row_groups import CACHE, RowGroups
-from paceline.data.table_rows import Columns, GroupedTableRows, columns_of
+from paceline.data.table_rows import Columns, TableRows, columns_of
 from paceline.errors import DatasetError, UsageError, first_line
 
 
-class ParquetRows(GroupedTableRows):
+class ParquetRows(TableRows):
     """All rows of the Parquet files in a folder, in the order of their paths: each a dict from a column to its value.
 
-    Numbers are numpy's scalars, lists of numbers numpy arrays, which torch's collate makes tensors of; all else is as
-    Python has it. `url` is a folder or a file, or a URL that pyarrow knows (``s3://``, ``hdfs://``, ``gs://``); files
-    whose names begin with ``_`` or ``.`` are no data. `columns`: which to read (default: all). Opening reads the end of
-    each file; a row reads its row group, of which as many stay in memory as `cache` bytes hold. May be pickled and
-    forked.
+    Numbers are numpy's scalars, lists of numbers numpy arrays, and all else is as Python has it. Without ``collate=``,
+    the batches of ``steps()`` are those that torch's `default_collate` makes of the rows; they are made by columns.
+
+    `url` is a folder or a file, or a URL that pyarrow knows (``s3://``, ``hdfs://``, ``gs://``); files whose names
+    begin with ``_`` or ``.`` are no data. `columns`: which to read (default: all). Opening reads the end of each file;
+    a row reads its row group, of which as many stay in memory as `cache` bytes hold. May be pickled and forked.
 
     Raises UsageError without pyarrow, DatasetError where there is no such file, column or row.
     """

@@ -126,5 +126,5 @@ class GroupedRows:
 
 
 def takes_tensors(order: Any) -> bool:
-    """Whether a sample order gives the rows of many positions with one call: `sample_index`, or that of grouped rows."""
+    """Whether a sample order is `sample_index` or that of grouped rows, which give many rows with one call."""
     return order is sample_index or getattr(order, "__func__", None) is GroupedRows.order

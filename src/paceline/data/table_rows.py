@@ -12,19 +12,13 @@ from paceline.data.row_groups import GroupedRows, row_number
 Columns = dict[str, Any]  # by name; ``column.take(rows)`` returns the values of these rows
 
 
-class TableRows:
-    """A dataset of the rows of a table: each a dict from a column to its value.
+class TableRows(GroupedRows):
+    """A dataset of the rows of a table, which are read in groups: each row is a dict from a column to its value.
 
-    A subclass says where rows are. In `parts` it yields, for some rows at a time, the columns that contain them, their
-    numbers there, and their numbers in `rows`; the first part contains the first row. All arrays are of int64.
+    ``_read(group)`` returns the bytes of a group and its columns.
     """
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
-        """Yields (columns, numbers there, numbers in `rows`) for rows that are numbered from 0."""
-        raise NotImplementedError
+    _read: Callable[[int], tuple[int, Columns]]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self._dicts([row])[0]
@@ -58,20 +52,14 @@ class TableRows:
         """Returns (values by column, numbers in `rows`) of each part. The values of a part are copied before the next
         part is read, so that only one has to be in memory.
         """
-        parts = self.parts(_from_zero(rows, len(self)))
+        parts = self._parts(_from_zero(rows, len(self)))
         return [({name: column.take(at) for name, column in columns.items()}, to) for columns, at, to in parts]
 
+    def _parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
+        """Yields (columns, numbers there, numbers in `rows`), all int64 arrays; the first part has the first row.
 
-class GroupedTableRows(TableRows, GroupedRows):
-    """A table whose rows are in groups that are read together: ``_read(group)`` returns bytes and columns."""
-
-    _read: Callable[[int], tuple[int, Columns]]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
-        """Yields (columns, numbers there, numbers in `rows`) by groups, each of which is read once."""
+        Each part is a group. `rows` are counted from 0.
+        """
         for group, at, to in self._rows.divided(rows):
             yield self._rows.take(group, self._read), at, to
 
@@ -150,23 +138,41 @@ class _Objects:
         return [self._values[row] for row in rows.tolist()]
 
 
-def columns_of(table: Any) -> Columns:
-    """Returns the columns of a table of pyarrow, whose chunks are combined."""
-    return {name: _column(table[name].chunk(0)) for name in table.column_names}
+class _ByRows:
+    """A column with nulls, whose values have the type that they have if only the rows asked for are read."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def take(self, rows: Any) -> Any:
+        """Returns the values of some rows."""
+        return _column(self._array.take(rows), False).take(np.arange(len(rows)))
 
 
-def _column(array: Any) -> Any:
+def columns_of(table: Any, by_rows: bool = False) -> Columns:
+    """Returns the columns of a table of pyarrow, whose chunks are combined.
+
+    If a column of numbers has nulls, all of its values are Python objects; with `by_rows` only if there is a null in
+    the rows that are taken together.
+    """
+    return {name: _column(table[name].chunk(0), by_rows) for name in table.column_names}
+
+
+def _column(array: Any, by_rows: bool) -> Any:
     from pyarrow import types
 
     numbers = (types.is_integer, types.is_floating, types.is_boolean)
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if not array.null_count and any(is_so(array.type) for is_so in numbers):
-        return _Numbers(array.to_numpy(zero_copy_only=False))
-    if not array.null_count and any(is_so(array.type) for is_so in lists):
-        inner = array.flatten()
-        if not inner.null_count and any(is_so(inner.type) for is_so in numbers):
-            values, lengths = inner.to_numpy(zero_copy_only=False), array.value_lengths().to_numpy()
-            if (lengths == lengths[0]).all():
-                return _Numbers(values.reshape(len(lengths), lengths[0]))
-            return _Lists(values, lengths)
-    return _Objects(array.to_pylist())
+    is_list = any(is_so(array.type) for is_so in lists)
+    kind = array.type.value_type if is_list else array.type
+    if not any(is_so(kind) for is_so in numbers):
+        return _Objects(array.to_pylist())
+    values = array.flatten() if is_list else array
+    if array.null_count or values.null_count:
+        return _ByRows(array) if by_rows else _Objects(array.to_pylist())
+    if not is_list:
+        return _Numbers(values.to_numpy(zero_copy_only=False))
+    lengths = array.value_lengths().to_numpy()
+    if (lengths == lengths[0]).all():
+        return _Numbers(values.to_numpy(zero_copy_only=False).reshape(len(lengths), lengths[0]))
+    return _Lists(values.to_numpy(zero_copy_only=False), lengths)
