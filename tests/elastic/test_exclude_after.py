@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -89,6 +90,7 @@ def test_wrong_values_count_as_failures() -> None:
 def test_host_with_wrong_values_twice_is_left_out_without_the_option() -> None:
     """Other failures do not count then, and neither do wrong values of earlier runs. A restarted coordinator knows."""
     play = limited(None)
+    play.coordinator.hosts.clock = itertools.count(10.0).__next__
     wrong = [(1.0, "worker 0 computed wrong values"), (2.0, "worker 0 computed wrong values")]
     assert play.coordinator.refuses("d", "host-d", wrong) == ""
     kill(play, 3)
