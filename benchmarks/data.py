@@ -73,9 +73,7 @@ def named(samples: list[Any]) -> Any:
     return batch["x"].float(), batch["y"]
 
 
-def torch_loader(
-    dataset: Any, loaders: int, shuffle: bool | None = True
-) -> Callable[[], Batches]:
+def torch_loader(dataset: Any, loaders: int, shuffle: bool | None = True) -> Callable[[], Batches]:
     return lambda: DataLoader(dataset, BATCH, shuffle, num_workers=loaders)
 
 
