@@ -38,15 +38,31 @@ class Corrections:
     """
 
     def __init__(self, trials: Iterable[tuple[Traits, float]], error: float = OF_TRIAL) -> None:
-        import numpy as np
-
         known = [(traits, math.log(factor)) for traits, factor in trials if traits and factor > 0]
         names = sorted({name for traits, _ in known for name in traits})
-        rows = np.array([[name in traits for name in names] for traits, _ in known], np.float64)
-        rows, logs = rows.reshape(len(known), len(names)), np.array([log for _, log in known], np.float64)
-        precision = rows.T @ rows + (error / OF_TRAIT) ** 2 * np.eye(len(names))
-        self._logs = dict(zip(names, np.linalg.solve(precision, rows.T @ logs).tolist(), strict=True))
+        noise = (error / OF_TRAIT) ** 2
+        rows = []  # of the equations of ridge regression, with their right sides
+        for one in names:
+            common = [float(sum(one in traits and other in traits for traits, _ in known)) for other in names]
+            common[names.index(one)] += noise
+            rows.append([*common, sum(log for traits, log in known if one in traits)])
+        self._logs = dict(zip(names, _solution(rows), strict=True))
 
     def factor(self, traits: Traits) -> float:
         """Returns by how much a plan with these traits is expected to take longer than predicted."""
         return math.exp(sum(self._logs.get(name, 0.0) for name in traits))
+
+
+def _solution(rows: list[list[float]]) -> list[float]:
+    """Solves linear equations, each with its right side at the end. The matrix must be positive definite. By Gauss's
+    elimination: there are few traits, and the processes that watch a run do not import numpy.
+    """
+    for at, row in enumerate(rows):
+        for other in rows[at + 1 :]:
+            times = other[at] / row[at]
+            other[:] = [value - times * pivot for value, pivot in zip(other, row, strict=True)]
+    solution = [0.0] * len(rows)
+    for at in reversed(range(len(rows))):
+        rest = sum(value * known for value, known in zip(rows[at][at + 1 : -1], solution[at + 1 :], strict=True))
+        solution[at] = (rows[at][-1] - rest) / rows[at][at]
+    return solution
