@@ -100,11 +100,13 @@ class RowGroups:
 
         if not hasattr(position, "numpy"):
             return int(shuffled(bisect_right(starts, position) - 1, position))
-        turns = np.searchsorted(starts, position.numpy(), "right") - 1
-        rows = position.clone()
+        from torch import from_numpy
+
+        positions = position.numpy()  # numpy's masks need no threads
+        turns, rows = np.searchsorted(starts, positions, "right") - 1, np.empty_like(positions)
         for turn in np.unique(turns).tolist():
-            rows[turns == turn] = shuffled(turn, position[turns == turn])
-        return rows
+            rows[turns == turn] = shuffled(turn, from_numpy(positions[turns == turn])).numpy()
+        return from_numpy(rows)
 
 
 class GroupedRows:
