@@ -59,6 +59,7 @@ from paceline.team.etcd_lease import parse_store
 from paceline.team.host_failures import LEFT_OUT
 
 PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
+REJOIN = 60.0  # seconds in which a run goes on under another plan
 FULL = errno.ENOSPC, errno.EDQUOT
 FILES = 8  # open files per worker: three pipes, two sockets, its log, its pidfd, its pulse
 
@@ -79,7 +80,7 @@ def launch(options: LaunchOptions) -> int:
     compared = Summary(Path(options.against)) if options.against else None
     try:
         with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
-            return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+            return _join_until_end(options, notifier) if options.join else _launch(options, compared, notifier)
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -105,7 +106,8 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
             while True:
                 code, again, agent = _begin(options, compared, serving, notifier)
                 if options.chosen is not None and (other := _other_plan(options, code, agent)) is not None:
-                    notifier.failed, options = False, other
+                    # Other hosts join it again: at the same address, but not the coordinator that ends.
+                    notifier.failed, options = False, replace(other, epoch=agent.epoch + 1, port=agent.port)
                     continue
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
@@ -151,7 +153,8 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     workers = gpus if options.workers == 1 and gpus else options.workers
     if not rank:
         where |= {"size": _size_over_hosts(options.plan, workers, workers * count)}
-    where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
+        where |= {"epoch": 1 if count else int(time.time())}
+    where |= {"patience": PATIENCE if count else math.inf}
     again = variable("PACELINE_AGAIN")
     return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
 
@@ -230,19 +233,36 @@ def _begin(
                 return code, again, agent
 
 
-def _join(options: LaunchOptions, notifier: Notifier) -> int:
-    """Starts workers for a run that another command has started. Returns the exit code."""
+def _join_until_end(options: LaunchOptions, notifier: Notifier) -> int:
+    """Joins a run that another command has started, and joins it again each time that its plan has changed. Returns the
+    exit code.
+    """
+    with Kept() as kept:
+        options = replace(options, kept=options.kept or kept)
+        while True:
+            code, again = _join(options, notifier)
+            if again is None:
+                return code
+            notifier.failed, options = False, again
+
+
+def _join(options: LaunchOptions, notifier: Notifier) -> tuple[int, LaunchOptions | None]:
+    """Starts workers for a run that another command has started. Returns the exit code, and the options with which to
+    join the run again if it goes on under another plan.
+    """
+    given = options
     address, token, folder = find(options)
     has_own_folder = folder is None
     if folder is None:
         folder = _folder(options)
     standby = stand_by(address, options.patience)
     link = CoordinatorClient(address, token, introduction(options, folder, [], standby))
+    link.epoch = options.epoch  # coordinators of earlier ones are over
     try:
         options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
     except HostExcludedError as error:
         say(str(error))
-        return LEFT_OUT
+        return LEFT_OUT, None
     metrics, page, begun = link.run["served"]
     with (
         mirror(options.mirror) as variables,
@@ -257,7 +277,11 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
         if options.on_listening is not None:
             options.on_listening(link.address)
         with signals() as wakeup:
-            return agent.run(wakeup)
+            code = agent.run(wakeup)
+        if not agent.rejoins:
+            return code, None
+        patience = max(given.patience, REJOIN)
+        return code, replace(given, plan=None, patience=patience, epoch=agent.epoch + 1, run_dir=str(folder))
 
 
 def _folder(options: LaunchOptions) -> Path:

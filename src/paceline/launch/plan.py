@@ -20,7 +20,15 @@ from paceline.launch.check import rehearse
 from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
-from paceline.planner.candidates import candidates, has_same_layout, layout_of, probed_words, without_layout, words_of
+from paceline.planner.candidates import (
+    candidates,
+    has_same_layout,
+    layout_of,
+    probed_words,
+    without_layout,
+    words_of,
+    words_to_join,
+)
 from paceline.planner.choose import Answer, Predictor, Prospect, ranked
 from paceline.planner.descriptions import (
     MachineDescription,
@@ -40,7 +48,6 @@ ALONE = "one worker"  # the name of the plan for one worker
 SHOWN = 8  # plans in the table that were not tried
 CAUTION = 0.85  # part of a worker's memory that the first trial may be predicted to take: nothing corrects that yet
 KILLED = 137  # the exit code of a run whose worker was killed, as for want of memory
-NO_LAYOUT = "tensor=1"  # words that leave a plan as it is by default
 CLOSE = 1.25  # plans that take at most so many times as long as the fastest are tried a second time
 
 
@@ -199,7 +206,7 @@ class Planning:
         """
         if not self._question.hosts or one.workers == 1:
             return words_of(one.plan)
-        return _words_to_join(one.plan)
+        return words_to_join(one.plan)
 
     def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
         for key, one in [*prospects.items()]:
@@ -285,11 +292,6 @@ def plan(
     return f"{_command(options, answer, launcher)}\n\n{answer.text(SHOWN)}{more}"
 
 
-def _words_to_join(plan: Plan) -> str:
-    """Returns the words for workers that join those of a first host, to which `data` would not fit."""
-    return str(replace(plan, data=None)) or NO_LAYOUT
-
-
 def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) -> str:
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
@@ -297,7 +299,7 @@ def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) ->
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     if best.workers == 1 and options.workers > 1:
         return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = _words_to_join(best.plan) if launcher else words_of(best.plan)
+    words = words_to_join(best.plan) if launcher else words_of(best.plan)
     start = launcher or ("run", "--workers", str(best.workers))
     return command_line(["paceline", *start, "--plan", words, *program])
 

@@ -22,6 +22,7 @@ VIRTUAL = 1, 2
 LOSSY = "codec=bf16", "codec=int8"
 EVERY = 20  # steps between two merges of local SGD
 STALENESS = 4  # steps that a worker may run ahead of others
+NO_LAYOUT = "tensor=1"  # words that leave a plan as it is by default
 
 
 def candidates(
@@ -149,3 +150,10 @@ def probed_words(plan: Plan) -> Plan:
 def words_of(plan: Plan) -> str:
     """Returns the words to give for a plan: without `data`, which follows from the number of workers."""
     return str(replace(plan, data=None)) or str(plan)
+
+
+def words_to_join(plan: Plan) -> str:
+    """Returns the words to give for a plan if some of its workers join those of a first host, to which `data` would not
+    fit.
+    """
+    return str(replace(plan, data=None)) or NO_LAYOUT
