@@ -171,7 +171,7 @@ def test_workers_that_are_lost_for_good_are_not_waited_for(tmp_path):
     assert "it is not restarted" in said
     *_, changed = decisions(tmp_path)  # three workers cannot divide layers of ten rows, which only a start shows
     assert changed["workers"] == 3
-    assert changed["why"].startswith("3 of 4 workers can be used; ")
+    assert "3 of 4 workers can be used; " in changed["why"]
     first, *others = starts(tmp_path)
     assert first == "data=2 pipeline=2"
     assert others[-1] == str(Plan.parse(changed["plan"]).validate(3))
@@ -202,6 +202,36 @@ def test_workers_that_join_are_used_under_another_plan(cluster, tmp_path):
     assert changed["why"].startswith("3 instead of 2 workers can be used; ")
     assert len(starts(tmp_path, "run-0")) == 2
     assert joined.text.count("the plan of the run changes; the workers of this host join it again\n") == 1
+    trains_as_one_worker(tmp_path, "run-0")
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_plans_are_tried_on_all_hosts_of_a_run_that_begins(cluster, tmp_path):
+    """The host that joins takes part in each trial, over a link that is measured, and then in the run."""
+    here: Cluster = cluster(2)
+    for host in here.network.hosts:
+        host.cap(200)
+    begun(tmp_path, PIPELINE, 1, 'os.path.exists("go") and report.step % 100 == 0', name="unused")
+    code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
+    here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    first = here.start(0, 2, "--plan", "auto", "--min-workers", "3", code=code)
+    here.until(lambda: (first.folder / "token").exists())
+    joined = here.start(1, 1, "--plan", "auto", code=code)
+    here.until(lambda: here.has(3, step=1), 240)
+    (tmp_path / "go").touch()
+    here.end(0, 0)
+    (chosen,) = (event for event in first.events("decision") if "plan" in event)
+    assert chosen["workers"] == 3
+    assert re.match(r"a step of .* was measured; others took .*; trials took ", chosen["why"])
+    assert first.text.count("waiting for 1 worker of other hosts ...") == 1
+    known = Outlook.read(first.folder)
+    assert known is not None
+    assert {Plan.parse(plan).mesh(3).units for plan in known.ratios} == {3}
+    assert known.machine.links[-1].name == "between hosts"
+    assert 1e7 < known.machine.links[-1].bandwidth < 3e7
+    assert len(known.busy) == 3
+    assert len([event for event in joined.events("worker") if event["what"] == "started"]) == 1, "trials leave no trace"
     trains_as_one_worker(tmp_path, "run-0")
 
 

@@ -170,8 +170,9 @@ class Agent:
             return STOPPED
         self.change = None
         orders = self._link.newest
-        self.rejoins = bool(orders.get("changes")) and not self._leads and self._stop is None
-        if self.rejoins and {worker.status for worker in members} <= {STOPPED}:
+        goes_on = orders.get("changes") or self._link.run.get("trial")
+        self.rejoins = bool(goes_on) and not self._leads and self._stop is None
+        if self.rejoins and {worker.status for worker in members} <= {0, STOPPED}:
             self.say("the plan of the run changes; the workers of this host join it again")
             return STOPPED
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)

@@ -77,6 +77,7 @@ class LaunchOptions:
     - `address`: our address; set by the agent. `size`: the number of workers with which the run begins, on this host
       and on others that join; 0: those of this host. `port`: where the coordinator listens if `listen` names no port,
       as it did under an earlier plan of this run; 0: at any port.
+    - `trial`: in a trial of a plan on several hosts, how many steps are measured, and the most seconds of them.
     """
 
     script: str
@@ -133,6 +134,7 @@ class LaunchOptions:
     address: str = "127.0.0.1"
     size: int = 0
     port: int = 0
+    trial: tuple[int, float] | None = None
 
     @property
     def program(self) -> list[str]:

@@ -96,6 +96,8 @@ class Planning:
         if base is not None:
             predictor = predictor.corrected(base)
             machine = predictor.machine
+        if question.hosts:  # only now have all of them come
+            self._began = time.monotonic()
         plans, refused = self._candidates(predictor.model, script)
         refused |= {text: reason for text, (reason, _) in probed.refused.items()}
         prospects = {str(plan): predictor.predict(plan, workers) for plan in plans if str(plan) not in refused}
@@ -225,6 +227,8 @@ class Planning:
             shares=given.shares,
             cold_start=given.cold_start,
             kept=given.kept,
+            environment=given.environment,
+            config=given.config,
             # Parameter servers, and workers on other hosts, need a team that may change.
             max_restarts=int("server=" in (text or "") or bool(self._question.hosts)),
         )

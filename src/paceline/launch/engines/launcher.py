@@ -392,8 +392,11 @@ class Launcher:
         if text is None or len(self._hosts) == 1:
             return
         plan, total = Plan.parse(text), sum(counts)
+        if plan.auto:  # which is chosen for all of them
+            self._size = total
+            return
         size = plan.first_team(counts[0])
-        if size == counts[0] or plan.auto:
+        if size == counts[0]:
             return
         if are_all and size > total:
             plan.validate(total)

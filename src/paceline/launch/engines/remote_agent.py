@@ -29,6 +29,7 @@ from paceline.base.environment import FUNCTION, address_towards, gpus, reached_a
 from paceline.base.polling import can_read, wait_for
 from paceline.base.schema import SAME_VERSION, read_json
 from paceline.errors import FormatError, UsageError
+from paceline.launch.auto import launch_with_chosen_plan
 from paceline.launch.engines.links import measure_link, offer_links
 from paceline.launch.host_history import HostEntry, HostHistory
 from paceline.launch.joining import likeness
@@ -95,7 +96,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
                 os.write(apart, b"!")
 
         threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
-        code = launch(options)
+        code = (launch_with_chosen_plan if "auto" in (options.plan or "").split() else launch)(options)
         call.close()
         value.seek(0)
         while piece := value.read(VALUE):
