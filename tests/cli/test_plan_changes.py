@@ -207,32 +207,55 @@ def test_workers_that_join_are_used_under_another_plan(cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.root
-def test_plans_are_tried_on_all_hosts_of_a_run_that_begins(cluster, tmp_path):
-    """The host that joins takes part in each trial, over a link that is measured, and then in the run."""
+@pytest.mark.parametrize(("words", "replicas"), [("auto", 3), ("auto pipeline=3", 1)])
+def test_plans_are_tried_on_all_hosts_of_a_run_that_begins(words, replicas, cluster, tmp_path):
+    """The host that joins takes part in each trial, over a link that is measured, and then in the run, also with a part
+    of a replica.
+    """
     here: Cluster = cluster(2)
     for host in here.network.hosts:
         host.cap(200)
     begun(tmp_path, PIPELINE, 1, 'os.path.exists("go") and report.step % 100 == 0', name="unused")
     code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
     here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    first = here.start(0, 2, "--plan", "auto", "--min-workers", "3", code=code)
+    saved = () if replicas > 1 else ("--checkpoints", str(tmp_path / "saved"))
+    first = here.start(0, 2, "--plan", words, "--min-workers", "3", *saved, code=code)
     here.until(lambda: (first.folder / "token").exists())
-    joined = here.start(1, 1, "--plan", "auto", code=code)
-    here.until(lambda: here.has(3, step=1), 240)
+    joined = here.start(1, 1, "--plan", words, code=code)
+    here.until(lambda: first.events("start") and here.has(3, step=1), 240)
     (tmp_path / "go").touch()
     here.end(0, 0)
-    (chosen,) = (event for event in first.events("decision") if "plan" in event)
+    chosen, *changes = (event for event in first.events("decision") if "plan" in event)
     assert chosen["workers"] == 3
     assert re.match(r"a step of .* was measured; others took .*; trials took ", chosen["why"])
+    assert Plan.parse(chosen["plan"]).validate(3).mesh(3).data == replicas
     assert first.text.count("waiting for 1 worker of other hosts ...") == 1
     known = Outlook.read(first.folder)
     assert known is not None
-    assert {Plan.parse(plan).mesh(3).units for plan in known.ratios} == {3}
     assert known.machine.links[-1].name == "between hosts"
     assert 1e7 < known.machine.links[-1].bandwidth < 3e7
-    assert len(known.busy) == 3
-    assert len([event for event in joined.events("worker") if event["what"] == "started"]) == 1, "trials leave no trace"
+    processes = [event for event in joined.events("worker") if event["what"] == "started"]
+    assert len(processes) == 1 + len(changes), "trials leave no trace"
     trains_as_one_worker(tmp_path, "run-0")
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_host_that_is_lost_while_plans_are_tried_ends_the_run(cluster, tmp_path):
+    """It does not wait for that host, nor choose a plan for fewer workers."""
+    here: Cluster = cluster(2)
+    begun(tmp_path, PIPELINE, 30, "False", name="unused")  # slow enough to be disturbed
+    code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
+    here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    first = here.start(0, 2, "--plan", "auto", "--min-workers", "3", code=code)
+    here.until(lambda: (first.folder / "token").exists())
+    joined = here.start(1, 1, "--plan", "auto", code=code)
+    here.until(lambda: here.has(3), 120)
+    joined.kill()
+    assert first.process.wait(90) == 1
+    what = "paceline: a host was lost while plans were tried; start the same commands again\n"
+    assert first.text.endswith(what)
+    assert not first.events("start")
 
 
 @pytest.mark.slow

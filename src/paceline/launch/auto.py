@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from paceline.base.journal import read_journal
 from paceline.base.text import duration, plural
 from paceline.errors import LaunchError, PlanError
 from paceline.launch.check import rehearse
+from paceline.launch.coordinator_process import write_address
 from paceline.launch.fork_server import Kept
 from paceline.launch.local import PATIENCE, as_node, launch, making_folder, run_folder, size_over_hosts, with_size
 from paceline.launch.options import ChosenPlan, LaunchOptions
 from paceline.launch.outcome import newest_checkpoint
 from paceline.launch.plan import Planning, Question
+from paceline.launch.time_limit import parse_time
 from paceline.plan import Plan
-from paceline.planner.candidates import words_of, words_to_join
+from paceline.planner.candidates import layout_of, words_of, words_over
 from paceline.planner.choose import Answer, milliseconds
 from paceline.planner.outlook import Outlook
 from paceline.team.auth import make_token
@@ -32,6 +35,8 @@ from paceline.team.auth import make_token
 LIMIT = 20.0  # seconds after which no further trial begins; one that has begun takes some seconds more
 PART = 0.1  # of the run that these trials may take, too
 STEPS, SECONDS = 5, 5.0  # to measure in each, at most
+LONGEST = "10min"  # that a trial over several hosts may take, but for the first one, which waits for them
+LOST = "a host was lost while plans were tried", "start the same commands again"
 
 
 def launch_with_chosen_plan(options: LaunchOptions) -> int:
@@ -70,22 +75,33 @@ def with_chosen_plan(options: LaunchOptions) -> LaunchOptions:
     options = replace(options, plan=chosen.plan, chosen=chosen)
     if trials is None:
         return options
-    words = words_to_join(Plan.parse(chosen.plan))
+    plan = replace(Plan.parse(chosen.plan), data=None).validate(workers)
+    words = words_over(plan, trials.hosts(workers))
     size = size_over_hosts(words, options.workers, workers)
     return replace(options, plan=words, size=size, epoch=trials.epoch, port=trials.port)
 
 
 class _Trials:
     """Runs trials on this host and on those that join it; `options` are those of the run. `epoch` is that of the next
-    coordinator, which listens at the same `port`, so that hosts join it again.
+    coordinator, which listens at the same `port`, so that hosts join it again. The first one has `waited` so many
+    seconds for them.
     """
 
     def __init__(self, options: LaunchOptions) -> None:
-        self._options, self.epoch, self.port = options, options.epoch, options.port
-        folder = Path(options.run_dir or "")
+        self._options, self.epoch, self.port, self.waited = options, options.epoch, options.port, 0.0
+        self._folder = Path(options.run_dir or "")
         with making_folder():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._token = options.token or make_token(folder)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._token = options.token or make_token(self._folder)
+
+    def hosts(self, workers: int) -> tuple[int, ...]:
+        """Returns how many of so many workers each host has: where that is not known, as many as this one, as far as
+        they go.
+        """
+        if sum(self._options.hosts) == workers:
+            return self._options.hosts
+        each = self._options.workers
+        return tuple(min(each, workers - before) for before in range(0, workers, each))
 
     def run(self, folder: Path, options: LaunchOptions, order: dict[str, Any]) -> tuple[int, Any]:
         """Runs the script in a fresh folder, as `rehearse` does. Trials with more workers than this host has begin once
@@ -99,14 +115,25 @@ class _Trials:
         size = size_over_hosts(options.plan, given.workers, workers)
         options = replace(options, workers=given.workers, size=size, begin=workers, trial=tuple(order["trial"]))
         options = replace(options, listen=given.listen, port=self.port, epoch=self.epoch, token=self._token)
-        code, answer = rehearse(folder, replace(options, on_listening=self._listens), order)
+        is_first, began = self.epoch == given.epoch, time.time()
+        options = replace(options, on_listening=self._listens, max_time=None if is_first else LONGEST)
+        try:
+            code, answer = rehearse(folder, options, order)
+        except SystemExit:
+            if is_first or time.time() - began < parse_time(LONGEST):  # the user has stopped it
+                raise
+            raise LaunchError(*LOST) from None
+        if is_first:
+            formed = [event["at"] for event in read_journal(folder / "run") if event["event"] in ("start", "formed")]
+            self.waited = max(0.0, max(formed, default=began) - began)
         self.epoch += 1
         if answer and answer.get("workers", workers) != workers:
-            raise LaunchError("a host was lost while plans were tried", "start the same command again")
+            raise LaunchError(*LOST)
         return code, answer
 
     def _listens(self, address: tuple[str, int]) -> None:
-        self.port = address[1]
+        host, self.port = address
+        write_address(self._folder, host, self.port, self.epoch)
         if self._options.on_listening is not None:
             self._options.on_listening(address)
 
@@ -127,9 +154,9 @@ def _earlier(options: LaunchOptions, workers: int) -> ChosenPlan | None:
 
 
 def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | None) -> ChosenPlan:
-    """Tries plans for so many workers, of which this host and each other one has as many, as far as they go."""
-    each = options.workers
-    hosts = () if trials is None else tuple(min(each, workers - before) for before in range(0, workers, each))
+    """Tries plans for so many workers. A plan whose replicas span hosts is not chosen if their checkpoints would have
+    no folder, unless the words say so.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-auto-") as folder:
         done = newest_checkpoint(Path(options.run_dir)) if options.run_dir else None
         question = Question(
@@ -141,9 +168,11 @@ def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | 
             part=PART,
             most=options.max_steps or math.inf,
             done=done or 0,
-            hosts=hosts,
-            rehearse=rehearse if trials is None else trials.run,
+            spans=options.checkpoints is not None or bool(layout_of(kept)),
         )
+        if trials is not None:
+            hosts = trials.hosts(workers)
+            question = replace(question, hosts=hosts, rehearse=trials.run, waited=lambda: trials.waited)
         given = replace(options, plan=str(kept) or None, spares=0, workers=workers)
         answer = Planning(given, question, Path(folder)).answer()
     best = answer.best

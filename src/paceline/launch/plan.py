@@ -25,9 +25,10 @@ from paceline.planner.candidates import (
     has_same_layout,
     layout_of,
     probed_words,
+    spans_hosts,
     without_layout,
     words_of,
-    words_to_join,
+    words_over,
 )
 from paceline.planner.choose import Answer, Predictor, Prospect, ranked
 from paceline.planner.descriptions import (
@@ -68,7 +69,9 @@ class Question:
     done: int = 0  # steps that it has made
     alone: bool = True  # whether one worker is tried, too
     hosts: tuple[int, ...] = ()  # the workers of each host, if there are several
+    spans: bool = True  # whether replicas may span them
     rehearse: Callable[[Path, LaunchOptions, dict[str, Any]], tuple[int, Any]] = rehearse  # runs the script
+    waited: Callable[[], float] = float  # returns the seconds for which trials have waited for other hosts
 
 
 class Planning:
@@ -96,8 +99,6 @@ class Planning:
         if base is not None:
             predictor = predictor.corrected(base)
             machine = predictor.machine
-        if question.hosts:  # only now have all of them come
-            self._began = time.monotonic()
         plans, refused = self._candidates(predictor.model, script)
         refused |= {text: reason for text, (reason, _) in probed.refused.items()}
         prospects = {str(plan): predictor.predict(plan, workers) for plan in plans if str(plan) not in refused}
@@ -118,7 +119,7 @@ class Planning:
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
         question = self._question
-        choice = question.kept, question.allowed, model.merges, question.hosts
+        choice = question.kept, question.allowed, model.merges, self._within
         return candidates(self._options.workers, model, script, *choice)
 
     def _first_trial(self, predictor: Predictor, script: Plan, refused: Mapping[str, object]) -> TrialResult | None:
@@ -159,8 +160,13 @@ class Planning:
         return max(0.0, steps) * base.step_seconds
 
     @property
+    def _within(self) -> tuple[int, ...]:
+        """The workers of each host, if no replica may span them."""
+        return () if self._question.spans else self._question.hosts
+
+    @property
     def _passed(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._began - self._question.waited()
 
     def _probe(self, workers: int) -> ProbeResult:
         """Returns a probe by so many workers. LaunchError: the script does not reach its first step."""
@@ -172,7 +178,7 @@ class Planning:
             str(question.kept),
             tuple(sorted(question.allowed)),
             question.memory or 0.0,
-            question.hosts,
+            self._within,
         )
         return probe(self._folder / "probe", self._trial_options(self._options.plan, workers), asked, question.rehearse)
 
@@ -203,12 +209,10 @@ class Planning:
             prospects[other] = prospects[other].with_trial(result)
 
     def _words(self, one: Prospect) -> str:
-        """Returns the words to give for a plan. On several hosts, workers join those of the first one, to which `data`
-        would not fit.
-        """
+        """Returns the words to give for a plan."""
         if not self._question.hosts or one.workers == 1:
             return words_of(one.plan)
-        return words_to_join(one.plan)
+        return words_over(one.plan, self._question.hosts)
 
     def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
         for key, one in [*prospects.items()]:
@@ -293,19 +297,22 @@ def plan(
     if form == "json":
         return json.dumps(answer.as_data(), indent=2)
     more = "" if explained is None else f"\n\n{answer.explain(explained)}"
-    return f"{_command(options, answer, launcher)}\n\n{answer.text(SHOWN)}{more}"
+    return f"{_command(options, answer, launcher, question.hosts)}\n\n{answer.text(SHOWN)}{more}"
 
 
-def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) -> str:
+def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str], hosts: Sequence[int]) -> str:
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
     if best is None:
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     if best.workers == 1 and options.workers > 1:
         return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = words_to_join(best.plan) if launcher else words_of(best.plan)
+    words = words_over(best.plan, hosts) if launcher else words_of(best.plan)
     start = launcher or ("run", "--workers", str(best.workers))
-    return command_line(["paceline", *start, "--plan", words, *program])
+    command = command_line(["paceline", *start, "--plan", words, *program])
+    if spans_hosts(best.plan, hosts):
+        return f"{command}   # give --checkpoints, too: a folder or URL that all hosts share"
+    return command
 
 
 def local_workers() -> int:

@@ -209,7 +209,7 @@ class ProbeRequest(Description, frozen=True):
     kept: str = ""  # words that all candidates have
     allowed: tuple[str, ...] = ()  # changes of the result
     memory: Amount = 0.0  # bytes that a worker may take; 0: what is free
-    hosts: tuple[Count, ...] = ()  # the workers of each host, if there are several
+    hosts: tuple[Count, ...] = ()  # the workers of each host, if no replica may span them
     measures_machine: bool = True
 
 
