@@ -11,8 +11,8 @@ PINS := pyproject.toml constraints.txt
 TORCH_VENV := .venv-torch-$(VERSION)
 RUN := runs/demo
 ONE := runs/demo-one
-# The slow tests take hours on two cores. Each day has its quarter of them, which has a share of each table.
-PART ?= $(shell expr $$(date +%j) % 4 + 1)/4
+# The slow tests take hours on two cores. Each day has its eighth of them, which has a share of each table.
+PART ?= $(shell expr $$(date +%j) % 8 + 1)/8
 
 # What other programs start, on the real ones as far as this machine has them: sshd, Slurm, Open MPI, Ray, Spark, Kubernetes.
 LAUNCHERS := $(addprefix tests/launch/test_,engines.py ssh.py slurm.py ray_and_spark.py kubernetes.py nodes_auto.py \
@@ -77,7 +77,7 @@ test-torch: $(TORCH_VENV)/.installed ## the fast tests on another torch: make te
 	@$(TORCH_VENV)/bin/pytest -m "not slow" -n 4 --dist worksteal
 
 # What starts workers is tested both ways: forked from a warm process, and cold.
-test-all: lint types ## lint, types, the fast tests and a quarter of the slow ones, by the day; all of them: make test-all PART=1/1
+test-all: lint types ## lint, types, the fast tests and an eighth of the slow ones, by the day; all of them: make test-all PART=1/1
 	@echo "part $(PART) of the slow tests ..."
 	@$(BIN)/pytest -n 3 --dist worksteal --slow-part $(PART)
 	@PACELINE_COLD_START=1 $(BIN)/pytest -n 3 --dist worksteal --slow-part $(PART) $(COLD)

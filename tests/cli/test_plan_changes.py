@@ -252,7 +252,7 @@ def test_a_host_that_is_lost_while_plans_are_tried_ends_the_run(cluster, tmp_pat
     joined = here.start(1, 1, "--plan", "auto", code=code)
     here.until(lambda: here.has(3), 120)
     joined.kill()
-    assert first.process.wait(90) == 1
+    assert first.process.wait(90) == 2
     what = "paceline: a host was lost while plans were tried; start the same commands again\n"
     assert first.text.endswith(what)
     assert not first.events("start")

@@ -183,10 +183,9 @@ def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
     between = machine["links"][-1]
     assert between["name"] == "between hosts"
     assert 2e6 < between["bandwidth"] < 7e6
-    plans = json.loads(answer("--json"))
-    assert [one["plan"] for one in plans["plans"] if one["workers"] == 2 and one["tried"]]
-    assert {"shard=2 zero=1", "pipeline=2"} <= {one["plan"] for one in plans["plans"]}
-    first = answer("--keep", "pipeline=2").splitlines()[0]
+    text = answer("--keep", "pipeline=2")
+    assert re.search(r"^pipeline=2.*  [\d.]+ m?s +[\d.]+ m?s ", text, re.M), "it was predicted and tried"
+    first = text.splitlines()[0]
     command, _, note = first.partition("   # ")
     assert shlex.split(command)[:6] == ["paceline", "launch", "ssh", "--hosts", "a,b", "--plan"]
     assert Plan.parse(shlex.split(command)[6]).first_team(1) == 2

@@ -101,30 +101,47 @@ import json
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from paceline.session.run import Run
-memory = Run.current().checkpoints._mirror[1]
-(folder,) = memory._local.folders()
-held = sum(size for name, size in memory._local.sizes(folder).items() if name.endswith(".safetensors"))
+checkpoints = Run.current().checkpoints
+local = checkpoints._mirror[1]._local
+sizes = [item for folder in local.folders() for item in local.sizes(folder).items()]
+held = sum(size for name, size in sizes if name.endswith(".safetensors"))
 facts = call_without_script_view(lambda: facts_of(trainer._job))
 team = paceline.join()
-predicted = cost(trainer.plan, facts, team.size, mirror=2)
-told = [predicted.copies, predicted.sent["copies"], held, team.group.ledger["copies"]]
+predicted = cost(trainer.plan, facts, team.size, mirror=checkpoints.copies_every)
+told = [predicted.copies, predicted.sent.get("copies", 0), held, team.group.ledger.get("copies", [0, 0, 0])]
 open(f"costs-{team.rank}.json", "w").write(json.dumps(told))
 """
 
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_cost_predicts_memory_and_traffic_of_copies(host_team: Callable[..., HostTeam]) -> None:
-    team = host_team(1, 1)
+@pytest.mark.parametrize(
+    ("plan", "workers"),
+    [
+        ("shard=2 zero=3", (1, 1)),
+        ("shard=4 zero=3", (1, 1, 1, 1)),
+        ("pipeline=4", (1, 1, 1, 1)),
+        ("shard=2 zero=1 data=2", (3, 1)),
+        ("tensor=2 pipeline=2 data=2", (2, 2, 2, 2)),
+    ],
+)
+def test_cost_predicts_memory_and_traffic_of_copies(
+    plan: str, workers: tuple[int, ...], host_team: Callable[..., HostTeam]
+) -> None:
+    """Also of two replicas that share a host. Where they do not, each is the copy of the other one."""
+    team = host_team(*workers)
     team.more = COSTS
-    team.start("shard=2 zero=3", "--mirror", "2", WIDE="8192")
+    team.start(plan, "--mirror", "2", WIDE="8192")
     team.end()
-    for rank in range(2):
+    predicted, held_by_host = 0.0, dict[int, float]()
+    for rank, host in enumerate(host for host, count in enumerate(workers) for _ in range(count)):
         copies, sent, held, (count, total, _) = json.loads((team.folder / f"costs-{rank}.json").read_text())
-        assert count >= 1
-        assert sent == pytest.approx(total / count / 2, rel=0.05)
-        # While a copy is written, the last one is still there.
-        assert copies == pytest.approx(2 * held, rel=0.05)
+        assert (count > 0) == ("tensor" not in plan)
+        assert sent == pytest.approx(total / max(1, count) / 2, rel=0.05)
+        predicted += copies
+        held_by_host[host] = held
+    # While a copy is written, the last one is still there.
+    assert predicted == pytest.approx(2 * sum(held_by_host.values()), rel=0.05)
 
 
 @dataclass

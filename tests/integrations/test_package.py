@@ -377,7 +377,7 @@ def test_launch_mpi_has_the_options_of_launch_ssh(capsys: pytest.CaptureFixture[
     [
         *("run", "launch ssh", "launch slurm", "stop", "stacks", "profile", "trace", "doctor", "logs", "check"),
         *("tokenize", "export", "import", "inspect", "explain", "report", "metrics", "watch", "runs", "compare"),
-        *("from", "simulate"),
+        *("from", "simulate", "plan", "chaos"),
     ],
 )
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:

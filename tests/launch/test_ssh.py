@@ -268,10 +268,8 @@ def test_ssh_unreachable_host_has_a_hint_to_tunnel(shore: Callable[[int], Shore]
     (tmp_path / "train.py").write_text(SLOWLY)
     process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "1", "train.py")
     assert process.stderr is not None
-    told = ""
     until(lambda: (tmp_path / "run").exists() and journal(tmp_path / "run", "step"), 100)
-    while "no run to join" not in told:
-        told = process.stderr.readline()
+    told = next(line for line in process.stderr if "no run answers" in line)
     cure = "open all ports between the hosts, or use --tunnel if only ssh is open"
     assert told.startswith(f"b | paceline: no run answers at {here.hosts[0].address}:")
     assert told.endswith(f"); {cure}\n")  # there is no route, or no answer

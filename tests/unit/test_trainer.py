@@ -574,5 +574,6 @@ def test_public_names_exist():
         assert getattr(paceline, name) is not None
     assert paceline.stream_seed is stream_seed
     assert set(paceline.__all__) <= set(dir(paceline))
+    assert dir(paceline.data) == sorted(paceline.data.__all__)
     with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'trainer_'"):
         _ = paceline.trainer_

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -175,7 +176,7 @@ def showing(add: Callable[..., Any]) -> None:
     )
     option("folder", nargs="?", type=Path, metavar="RUN", help="run folder (default: check this host)")
     option("--hosts", metavar="A,B,..", help="check these hosts over ssh, and the links between them")
-    option("--python", default="python3", metavar="PATH", help="Python on the hosts (default: python3)")
+    option("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: this one's path)")
     option("--engine", metavar="OPTIONS", help="options for ssh, like --engine='-F config'")
     option("--here", dest="serves", action="store_true", help=argparse.SUPPRESS)
     _simulating(add)

@@ -75,3 +75,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'paceline.data' has no attribute {name!r}")
     return getattr(import_module(f"paceline.data.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

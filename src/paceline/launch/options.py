@@ -77,8 +77,8 @@ class LaunchOptions:
     - `address`: our address; set by the agent. `size`: the number of workers with which the run begins, on this host
       and on others that join; 0: those of this host. `port`: where the coordinator listens if `listen` names no port,
       as it did under an earlier plan of this run; 0: at any port.
-    - `trial`: in a trial of a plan on several hosts, how many steps are measured, and the most seconds of them. `hosts`:
-      the number of workers on each host, if they are known before the hosts join.
+    - `trial`: in a trial of a plan on several hosts, how many steps are measured, and the most seconds of them.
+      `hosts`: the number of workers on each host, if they are known before the hosts join.
     """
 
     script: str
