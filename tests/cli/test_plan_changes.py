@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from launching import paceline, piped
+from clusters import Cluster
+from clusters import cluster as cluster
+from launching import SCRIPTS, paceline, piped
+from networks import hosts as hosts
 from safetensors.torch import load_file
 
 from paceline.base.journal import Journal, effective_steps, read_journal
@@ -63,18 +68,20 @@ def outlook(plan: str, seconds: float, **changes: Any) -> Outlook:
 PIPELINE = outlook("pipeline=2", 24 * 2 * ROW)
 
 
-def begun(folder: Path, known: Outlook, slow: float, end: str, count: int = 20_000, refused: str = "") -> None:
-    """Makes a run folder of a run whose plan was chosen, and that has not trained yet.
+def begun(
+    folder: Path, known: Outlook, slow: float, end: str, count: int = 20_000, refused: str = "", name: str = "a"
+) -> None:
+    """Makes a run folder, with this name, of a run whose plan was chosen, and that has not trained yet.
 
     It would make `count` steps, but a test waits for few of them: until the expression `end` is true. Worker 1 takes
     `slow` times as long as in the trial. The script cannot be run under the plan `refused`.
     """
     words = {"COUNT": str(count), "SLOW": str(slow), "END": end, "REFUSED": refused}
     (folder / "train.py").write_text(re.sub("|".join(words), lambda word: words[word[0]], TRAIN))
-    journal = Journal(folder / "a")
+    journal = Journal(folder / name)
     journal.write("decision", what="", why="", plan=known.plan, asked="auto", workers=known.workers)
     journal.close()
-    known.write(folder / "a")
+    known.write(folder / name)
 
 
 def run(folder: Path, *words: str, **variables: str) -> str:
@@ -82,28 +89,28 @@ def run(folder: Path, *words: str, **variables: str) -> str:
     return paceline(*command, cwd=folder, XDG_CACHE_HOME=str(folder), **variables).stderr
 
 
-def decisions(folder: Path) -> list[dict[str, Any]]:
+def decisions(folder: Path, name: str = "a") -> list[dict[str, Any]]:
     """The decisions about plans, after the first one."""
-    return [event for event in read_journal(folder / "a") if event["event"] == "decision" and "plan" in event][1:]
+    return [event for event in read_journal(folder / name) if event["event"] == "decision" and "plan" in event][1:]
 
 
-def starts(folder: Path) -> list[str]:
-    return [event["plan"] for event in read_journal(folder / "a") if event["event"] == "start"]
+def starts(folder: Path, name: str = "a") -> list[str]:
+    return [event["plan"] for event in read_journal(folder / name) if event["event"] == "start"]
 
 
-def trains_as_one_worker(folder: Path) -> None:
+def trains_as_one_worker(folder: Path, name: str = "a") -> None:
     """Compares the weights and the loss curve with those of one worker; each step counts once, with all of its rows."""
     several = load_file(folder / "out.safetensors")
-    count = effective_steps(read_journal(folder / "a"))[-1]["step"]
+    count = effective_steps(read_journal(folder / name))[-1]["step"]
     text = (folder / "train.py").read_text()
     (folder / "train.py").write_text(re.sub(r"if .*:(?=\n        trainer.stop)", f"if report.step == {count}:", text))
     run(folder, "--workers", "1", "--run-dir", "one")
     one = load_file(folder / "out.safetensors")
-    for name, weight in one.items():
-        torch.testing.assert_close(several[name], weight, rtol=1e-12, atol=1e-12)
+    for parameter, weight in one.items():
+        torch.testing.assert_close(several[parameter], weight, rtol=1e-12, atol=1e-12)
     losses = []
-    for name in ("a", "one"):
-        steps = effective_steps(read_journal(folder / name))
+    for run_name in (name, "one"):
+        steps = effective_steps(read_journal(folder / run_name))
         losses.append({event["step"]: event["loss"] for event in steps})
         assert sum(event["steps"] for event in steps) == count
         assert sum(event["samples"] for event in steps) == 24 * count
@@ -164,12 +171,91 @@ def test_workers_that_are_lost_for_good_are_not_waited_for(tmp_path):
     assert "it is not restarted" in said
     *_, changed = decisions(tmp_path)  # three workers cannot divide layers of ten rows, which only a start shows
     assert changed["workers"] == 3
-    assert changed["why"].startswith("3 of 4 workers can be used; ")
+    assert "3 of 4 workers can be used; " in changed["why"]
     first, *others = starts(tmp_path)
     assert first == "data=2 pipeline=2"
     assert others[-1] == str(Plan.parse(changed["plan"]).validate(3))
     assert first not in others
     trains_as_one_worker(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_workers_that_join_are_used_under_another_plan(cluster, tmp_path):
+    """A pipeline of two workers cannot use a third one, which another host brings. That host follows the run to the new
+    plan, and the run ends on both.
+    """
+    here: Cluster = cluster(2)
+    others = map(str, PIPELINE._plans(2, Plan.parse("pipeline=2").validate(2)))
+    known = msgspec.structs.replace(PIPELINE, refused=tuple(others))  # all plans for two workers
+    begun(tmp_path, known, 1, 'os.path.exists("go") and report.step % 100 == 0', name="run-0")
+    code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
+    here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    here.start(0, 2, "--plan", "auto", code=code)
+    here.until(lambda: here.status().get("step", 0) > 20)
+    joined = here.start(1, 1, code=code)
+    here.until(lambda: decisions(tmp_path, "run-0")[1:] and here.has(3, step=1), 120)
+    (tmp_path / "go").touch()
+    here.end(0, 0)
+    changed = decisions(tmp_path, "run-0")[-1]
+    assert changed["workers"] == 3
+    assert changed["why"].startswith("3 instead of 2 workers can be used; ")
+    assert len(starts(tmp_path, "run-0")) == 2
+    assert joined.text.count("the plan of the run changes; the workers of this host join it again\n") == 1
+    trains_as_one_worker(tmp_path, "run-0")
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.parametrize(("words", "replicas"), [("auto", 3), ("auto pipeline=3", 1)])
+def test_plans_are_tried_on_all_hosts_of_a_run_that_begins(words, replicas, cluster, tmp_path):
+    """The host that joins takes part in each trial, over a link that is measured, and then in the run, also with a part
+    of a replica.
+    """
+    here: Cluster = cluster(2)
+    for host in here.network.hosts:
+        host.cap(200)
+    begun(tmp_path, PIPELINE, 1, 'os.path.exists("go") and report.step % 100 == 0', name="unused")
+    code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
+    here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    saved = () if replicas > 1 else ("--checkpoints", str(tmp_path / "saved"))
+    first = here.start(0, 2, "--plan", words, "--min-workers", "3", *saved, code=code)
+    here.until(lambda: (first.folder / "token").exists())
+    joined = here.start(1, 1, "--plan", words, code=code)
+    here.until(lambda: first.events("start") and here.has(3, step=1), 240)
+    (tmp_path / "go").touch()
+    here.end(0, 0)
+    chosen, *changes = (event for event in first.events("decision") if "plan" in event)
+    assert chosen["workers"] == 3
+    assert re.match(r"a step of .* was measured; others took .*; trials took ", chosen["why"])
+    assert Plan.parse(chosen["plan"]).validate(3).mesh(3).data == replicas
+    assert first.text.count("waiting for 1 worker of other hosts ...") == 1
+    known = Outlook.read(first.folder)
+    assert known is not None
+    assert known.machine.links[-1].name == "between hosts"
+    assert 1e7 < known.machine.links[-1].bandwidth < 3e7
+    processes = [event for event in joined.events("worker") if event["what"] == "started"]
+    assert len(processes) == 1 + len(changes), "trials leave no trace"
+    trains_as_one_worker(tmp_path, "run-0")
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_host_that_is_lost_while_plans_are_tried_ends_the_run(cluster, tmp_path):
+    """It does not wait for that host, nor choose a plan for fewer workers."""
+    here: Cluster = cluster(2)
+    begun(tmp_path, PIPELINE, 30, "False", name="unused")  # slow enough to be disturbed
+    code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
+    here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    first = here.start(0, 2, "--plan", "auto", "--min-workers", "3", code=code)
+    here.until(lambda: (first.folder / "token").exists())
+    joined = here.start(1, 1, "--plan", "auto", code=code)
+    here.until(lambda: here.has(3), 120)
+    joined.kill()
+    assert first.process.wait(90) == 2
+    what = "paceline: a host was lost while plans were tried; start the same commands again\n"
+    assert first.text.endswith(what)
+    assert not first.events("start")
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from warm import environment
 from paceline.base.journal import read_journal
 from paceline.launch.options import LaunchOptions
 from paceline.launch.plan import probe
+from paceline.plan import Plan
 from paceline.planner.descriptions import ProbeRequest
 
 TRAIN = """
@@ -164,7 +165,7 @@ def test_a_model_is_probed_without_memory_for_all_of_it(folder):
 
 @pytest.mark.slow
 def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
-    """Their replicas do not span hosts, and the slow link between these is measured."""
+    """The slow link between these is measured. Replicas that span hosts are tried as well, and launched so."""
     (tmp_path / "train.py").write_text(TRAIN)
     net = hosts(3)
     for host in net.hosts[:2]:
@@ -182,10 +183,13 @@ def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
     between = machine["links"][-1]
     assert between["name"] == "between hosts"
     assert 2e6 < between["bandwidth"] < 7e6
-    plans = json.loads(answer("--json"))
-    assert [one["plan"] for one in plans["plans"] if one["workers"] == 2 and one["tried"]]
-    assert all("shard" not in one["plan"] for one in plans["plans"])
-    assert plans["refused"]["data=1 shard=2 zero=1"] == "a replica of 2 workers would span hosts"
+    text = answer("--keep", "pipeline=2")
+    assert re.search(r"^pipeline=2.*  [\d.]+ m?s +[\d.]+ m?s ", text, re.M), "it was predicted and tried"
+    first = text.splitlines()[0]
+    command, _, note = first.partition("   # ")
+    assert shlex.split(command)[:6] == ["paceline", "launch", "ssh", "--hosts", "a,b", "--plan"]
+    assert Plan.parse(shlex.split(command)[6]).first_team(1) == 2
+    assert note == "give --checkpoints, too: a folder or URL that all hosts share"
 
 
 @pytest.mark.slow
@@ -243,11 +247,6 @@ def test_auto_with_one_worker_needs_no_trial(folder):
             ("plan", "train.py", "--hosts", "a,b:2", "--workers", "2"),
             "paceline: --workers 2 is another number than that of --hosts, which is 3; leave --workers out: HOST:N "
             "sets the number of workers of a host",
-        ),
-        (
-            ("run", "--plan", "auto", "--workers", "2", "--nodes", "auto", "train.py"),
-            "paceline: auto tries plans before the run starts, and cannot do so with workers on several hosts; run "
-            "`paceline plan` on one host, and give the plan that it prints",
         ),
     ],
 )

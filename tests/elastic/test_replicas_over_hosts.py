@@ -58,6 +58,22 @@ def test_launch_starts_a_plan_over_four_hosts(
     assert " needs 8 workers: the run begins on several hosts together\n" in team.text
 
 
+@pytest.mark.root
+@pytest.mark.slow
+def test_launch_chooses_a_plan_for_all_hosts(
+    host_team: Callable[..., HostTeam], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two hosts take part in a trial, and then in the run, whose weights are one worker's."""
+    team = host_team(2, 1)
+    team.start("auto")
+    team.end()
+    whole = undisturbed(tmp_path_factory, "micro=2")
+    assert apart(load_file(team.folder / "out.safetensors"), load_file(whole / "out.safetensors")) <= 1e-12
+    (chosen,) = (event for event in team.events("decision") if "plan" in event)
+    assert chosen["workers"] == 3
+    assert "waiting for 1 worker of other hosts ...\n" in team.text
+
+
 MIRRORED = ["shard=8 zero=3 micro=2 exact", "pipeline=4 micro=2 exact", "tensor=2 pipeline=2 data=2 micro=2 exact"]
 
 

@@ -42,7 +42,7 @@ TAKEN = {
     "run_dir": "owned",
 }
 RUN = {"script": ESCAPE, "workers": 1, "max_restarts": 10, "min_workers": 1, "begin": 1, "store": None}
-RUN |= {"exclude_after": None, "same": {}}
+RUN |= {"exclude_after": None, "same": {}, "trial": None}
 ORDERS = {"version": 1 << 60, "epoch": 1, "lines": [[1 << 60, ESCAPE, True]], "workers": {}, "over": True, "agents": 1}
 ANSWERS: dict[str, Any] = {
     "/challenge": {"challenge": "0" * 32, "epoch": 1},

@@ -39,6 +39,7 @@ RUN = {
     "begin": 1,
     "store": None,
     "exclude_after": None,
+    "trial": None,
     "same": {},
     "given": dict.fromkeys(GIVEN),
     "served": [None, None, "/run"],

@@ -178,6 +178,7 @@ def test_a_joiner_takes_a_fixed_list_of_options_and_of_each_its_own_form() -> No
     assert refusal(given={"keep": True}) == "its answer has the invalid value keep=True"
     assert refusal(given={"shares": "a"}) == "its answer has the invalid value shares='a'"
     assert refusal(given={"save_every": "soon"}) == "its answer has the invalid value save_every='soon'"
+    assert refusal(trial=[0, 5.0]) == "its answer has the invalid value trial=[0, 5.0]"
     assert refusal(workers=-1) == "its answer has the invalid value workers=-1"
     assert refusal(store="http://x") == "its answer has the invalid value store='http://x'"
     assert refusal(served=["x", None, "run"]) == "its answer has the invalid value served=['x', None, 'run']"

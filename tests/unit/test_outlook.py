@@ -146,6 +146,15 @@ def test_a_team_that_has_lost_workers_gets_a_plan_of_its_size(history):
     Plan.parse(change.plan).validate(3)
 
 
+def test_workers_that_join_are_used_if_the_link_to_their_host_allows(history):
+    both = now("pipeline=2", spare=1, hosts=(2, 1))
+    change = known("pipeline=2").better(both, history)
+    assert change is not None
+    assert change.workers == 3
+    assert Plan.parse(change.plan).validate(3).mesh(3).replica == 1
+    assert known("pipeline=2").better(replace(both, link=(1e5, 1e-3)), history) is None
+
+
 def test_an_outlook_is_read_as_it_was_written(tmp_path):
     outlook = known("pipeline=2")
     outlook.write(tmp_path)

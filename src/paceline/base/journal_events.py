@@ -363,10 +363,13 @@ class TextEvent(TrainerEvent):
 
 
 class LoadedEvent(Journaled):
-    """How long the workers of a host waited for rows, and what they sent to other hosts."""
+    """How long the workers of a host waited for rows, in which part of a step they wait for no other worker, and what
+    they sent to other hosts.
+    """
 
     host: str
     workers: dict[Number, tuple[Seconds, Count]]
+    busy: NotRequired[ByWorker]
     sent: NotRequired[dict[str, Amount] | None]
     here: NotRequired[list[str]]
     agent: NotRequired[str]

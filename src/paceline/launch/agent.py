@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
 from paceline.base.environment import host_name, variable
-from paceline.base.heartbeat import DONE, LOADED
+from paceline.base.heartbeat import BUSY, DONE, LOADED, USUAL
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
 from paceline.base.text import ranks
@@ -119,6 +119,7 @@ class Agent:
         is_real = not (options.temporary or options.raw or variable("PACELINE_CHAOS"))
         self._history = HostHistory() if is_real else None
         self.change: PlanChange | None = None  # of the plan, for which the run stops
+        self.rejoins = False  # whether the run goes on under another plan, on its first host
         self._watch: PlanWatch | None = None
         if options.chosen is not None and options.chosen.outlook is not None and not options.shares:
             from paceline.launch.plan_watch import PlanWatch  # not with every run
@@ -170,6 +171,11 @@ class Agent:
             return STOPPED
         self.change = None
         orders = self._link.newest
+        goes_on = orders.get("changes") or self._link.run.get("trial")
+        self.rejoins = bool(goes_on) and not self._leads and self._stop is None
+        if self.rejoins and {worker.status for worker in members} <= {0, STOPPED}:
+            self.say("the plan of the run changes; the workers of this host join it again")
+            return STOPPED
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
     def serve(self) -> None:
@@ -249,6 +255,24 @@ class Agent:
         return self._stop is not None
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the newest coordinator that this agent knows."""
+        return self._link.epoch
+
+    @property
+    def port(self) -> int:
+        """The port of the coordinator that this agent runs, or may run later."""
+        return self._standby_address[1]
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the run goes on under another plan when these workers end: they stop for that, or have been started
+        under a plan under which none has trained yet.
+        """
+        chosen, begins = self._options.chosen, not self.has_trained and self._stop is None
+        return self.change is not None or (chosen is not None and chosen.before is not None and begins)
+
+    @property
     def has_trained(self) -> bool:
         """Whether a worker has made a step."""
         return any("step" in worker.events for worker in self._workers.all)
@@ -322,8 +346,10 @@ class Agent:
         """Stops the run at the end of a step if it is to go on under another plan."""
         if self._watch is None or self._stop is not None or self._leaving or self._failing:
             return
-        generation = self._link.newest.get("generation") or {"members": self._workers.numbers}
-        self.change = self._watch.look(now, generation["members"], self._workers.now)
+        orders = self._link.newest
+        generation = orders.get("generation") or {"members": range(self._link.run["workers"])}
+        hosts = [count for _, count in orders.get("hosts", ())]
+        self.change = self._watch.look(now, generation["members"], self._workers.now, hosts)
         if self.change is not None:
             what, why = self._watch.texts(self.change)
             self.say(f"auto: {what}: {why}")
@@ -364,15 +390,17 @@ class Agent:
             worker.is_suspended = worker.alive and worker.stopped + STILL <= now
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
+        busy = {w.rank: round(w.pulse[BUSY], 6) for w in current if w.pulse[USUAL]}
         sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
-        troubles = [trouble[:3] for trouble in [*self._host_watch.newest]]
-        self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses, "troubles": troubles}
+        self._link.figures = {"loaded": loaded, "busy": busy, "sent": sent, "here": local_addresses}
+        self._link.figures["troubles"] = [trouble[:3] for trouble in [*self._host_watch.newest]]
         workers = {number: worker.report() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
             "stop": self._leads and self._stop is not None and not self._leaving and self.change is None,
             "leaving": self._leaving,
+            **({} if self._watch is None else {"changes": self._goes_on}),
         }
         if report != self._report:
             self._report = report

@@ -1,75 +1,162 @@
-"""``--plan auto``: chooses the plan of a run before its workers start, or takes the one that the run began with."""
+"""``--plan auto``: chooses the plan of a run before its workers start, or takes the one that the run began with.
+
+With workers on several hosts, each trial is a run that the other hosts join, and then they join the next one: their
+agents stay, and so do the processes that have imported torch. The model is measured on the first host, the links
+between hosts in the first trial. The run itself is the last one that they join.
+"""
 
 from __future__ import annotations
 
 import math
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.base.console import in_one_line, say
 from paceline.base.journal import read_journal
 from paceline.base.text import duration, plural
-from paceline.errors import PlanError
+from paceline.errors import LaunchError, PlanError
+from paceline.launch.check import rehearse
+from paceline.launch.coordinator_process import write_address
 from paceline.launch.fork_server import Kept
-from paceline.launch.local import launch
+from paceline.launch.local import PATIENCE, as_node, launch, making_folder, run_folder, size_over_hosts, with_size
 from paceline.launch.options import ChosenPlan, LaunchOptions
 from paceline.launch.outcome import newest_checkpoint
 from paceline.launch.plan import Planning, Question
+from paceline.launch.time_limit import parse_time
 from paceline.plan import Plan
-from paceline.planner.candidates import words_of
+from paceline.planner.candidates import layout_of, words_of, words_over
 from paceline.planner.choose import Answer, milliseconds
 from paceline.planner.outlook import Outlook
+from paceline.team.auth import make_token
 
 LIMIT = 20.0  # seconds after which no further trial begins; one that has begun takes some seconds more
 PART = 0.1  # of the run that these trials may take, too
 STEPS, SECONDS = 5, 5.0  # to measure in each, at most
+LONGEST = "10min"  # that a trial over several hosts may take, but for the first one, which waits for them
+LOST = "a host was lost while plans were tried", "start the same commands again"
 
 
 def launch_with_chosen_plan(options: LaunchOptions) -> int:
-    """Runs the script under the plan that `auto` chooses. Raises the errors of `with_chosen_plan` and `launch`."""
+    """Runs the script under the plan that `auto` chooses. A host that joins a run takes the run's plan, and waits for
+    it. Raises the errors of `with_chosen_plan` and `launch`.
+    """
+    if options.nodes is not None:
+        options = as_node(options)
+    if options.join is not None:
+        return launch(replace(options, plan=None, patience=max(options.patience, PATIENCE)))
     with Kept() as warm:  # the run's workers are forked from the process from which those of trials were
-        return launch(with_chosen_plan(replace(options, kept=warm)))
+        return launch(with_chosen_plan(replace(with_size(options), kept=warm)))
 
 
 def with_chosen_plan(options: LaunchOptions) -> LaunchOptions:
-    """Returns the options with the chosen plan in place of `auto`; other words of the plan stay as they are.
+    """Returns the options with the chosen plan in place of `auto`; other words of the plan stay as they are. If there
+    are more workers than those of this host (`options.size`), hosts that join have the others.
 
-    A resumed run goes on with the plan that it began with, unless the number of workers changed. Raises PlanError if
-    the workers are on several hosts, and LaunchError if the script does not train.
+    A resumed run goes on with the plan that it began with, unless the number of workers changed. Raises LaunchError if
+    the script does not train.
     """
-    asked = Plan.parse(options.plan or "")
+    asked, workers = Plan.parse(options.plan or ""), options.size or options.workers
     if not asked.auto:
         return options
-    if options.join or options.nodes or options.begin > options.workers:
-        what = "auto tries plans before the run starts, and cannot do so with workers on several hosts"
-        raise PlanError(what, "run `paceline plan` on one host, and give the plan that it prints")
     kept = replace(asked, auto=False)
-    if options.workers == 1:
+    if workers == 1:
         return replace(options, plan=str(kept) or None)
-    chosen = _earlier(options) or _choose(options, kept)
+    trials = None
+    if workers > options.workers:
+        options = replace(options, run_dir=str(run_folder(options)))
+        trials = _Trials(options)
+    chosen = _earlier(options, workers)
+    if chosen is None:
+        chosen = _choose(options, kept, workers, trials)
     say(f"auto: {chosen.what}: {chosen.why}")
-    return replace(options, plan=chosen.plan, chosen=chosen)
+    options = replace(options, plan=chosen.plan, chosen=chosen)
+    if trials is None:
+        return options
+    plan = replace(Plan.parse(chosen.plan), data=None).validate(workers)
+    words = words_over(plan, trials.hosts(workers))
+    size = size_over_hosts(words, options.workers, workers)
+    return replace(options, plan=words, size=size, epoch=trials.epoch, port=trials.port)
 
 
-def _earlier(options: LaunchOptions) -> ChosenPlan | None:
+class _Trials:
+    """Runs trials on this host and on those that join it; `options` are those of the run. `epoch` is that of the next
+    coordinator, which listens at the same `port`, so that hosts join it again. The first one has `waited` so many
+    seconds for them.
+    """
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options, self.epoch, self.port, self.waited = options, options.epoch, options.port, 0.0
+        self._folder = Path(options.run_dir or "")
+        with making_folder():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._token = options.token or make_token(self._folder)
+
+    def hosts(self, workers: int) -> tuple[int, ...]:
+        """Returns how many of so many workers each host has: where that is not known, as many as this one, as far as
+        they go.
+        """
+        if sum(self._options.hosts) == workers:
+            return self._options.hosts
+        each = self._options.workers
+        return tuple(min(each, workers - before) for before in range(0, workers, each))
+
+    def run(self, folder: Path, options: LaunchOptions, order: dict[str, Any]) -> tuple[int, Any]:
+        """Runs the script in a fresh folder, as `rehearse` does. Trials with more workers than this host has begin once
+        all workers have come.
+        """
+        given, workers = self._options, options.workers
+        if workers <= given.workers:
+            return rehearse(folder, options, order)
+        if self.epoch == given.epoch:
+            say(f"waiting for {plural(workers - given.workers, 'worker')} of other hosts ...")
+        size = size_over_hosts(options.plan, given.workers, workers)
+        options = replace(options, workers=given.workers, size=size, begin=workers, trial=tuple(order["trial"]))
+        options = replace(options, listen=given.listen, port=self.port, epoch=self.epoch, token=self._token)
+        is_first, began = self.epoch == given.epoch, time.time()
+        options = replace(options, on_listening=self._listens, max_time=None if is_first else LONGEST)
+        try:
+            code, answer = rehearse(folder, options, order)
+        except SystemExit:
+            if is_first or time.time() - began < parse_time(LONGEST):  # the user has stopped it
+                raise
+            raise LaunchError(*LOST) from None
+        if is_first:
+            formed = [event["at"] for event in read_journal(folder / "run") if event["event"] in ("start", "formed")]
+            self.waited = max(0.0, max(formed, default=began) - began)
+        self.epoch += 1
+        if answer and answer.get("workers", workers) != workers:
+            raise LaunchError(*LOST)
+        return code, answer
+
+    def _listens(self, address: tuple[str, int]) -> None:
+        host, self.port = address
+        write_address(self._folder, host, self.port, self.epoch)
+        if self._options.on_listening is not None:
+            self._options.on_listening(address)
+
+
+def _earlier(options: LaunchOptions, workers: int) -> ChosenPlan | None:
     """Returns the plan that was chosen when the run began, if it was for as many workers and the same words."""
     folder = Path(options.run_dir or "")
     if options.run_dir is None or not (folder / "journal.jsonl").exists():
         return None
     for event in reversed(read_journal(folder)):
         if event["event"] == "decision" and event.get("asked") == options.plan:
-            if event.get("workers") != options.workers:
+            if event.get("workers") != workers:
                 return None
             what, outlook = f"the plan stays {event['plan']!r}", Outlook.read(folder)
             outlook = outlook if outlook is not None and outlook.plan == event["plan"] else None
-            return ChosenPlan(
-                event["plan"], options.plan or "", options.workers, what, "the run began with it", outlook
-            )
+            return ChosenPlan(event["plan"], options.plan or "", workers, what, "the run began with it", outlook)
     return None
 
 
-def _choose(options: LaunchOptions, kept: Plan) -> ChosenPlan:
+def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | None) -> ChosenPlan:
+    """Tries plans for so many workers. A plan whose replicas span hosts is not chosen if their checkpoints would have
+    no folder, unless the words say so.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-auto-") as folder:
         done = newest_checkpoint(Path(options.run_dir)) if options.run_dir else None
         question = Question(
@@ -81,16 +168,21 @@ def _choose(options: LaunchOptions, kept: Plan) -> ChosenPlan:
             part=PART,
             most=options.max_steps or math.inf,
             done=done or 0,
+            spans=options.checkpoints is not None or bool(layout_of(kept)),
         )
-        answer = Planning(replace(options, plan=str(kept) or None, spares=0), question, Path(folder)).answer()
+        if trials is not None:
+            hosts = trials.hosts(workers)
+            question = replace(question, hosts=hosts, rehearse=trials.run, waited=lambda: trials.waited)
+        given = replace(options, plan=str(kept) or None, spares=0, workers=workers)
+        answer = Planning(given, question, Path(folder)).answer()
     best = answer.best
     if best is None:
         raise PlanError(
-            f"no plan fits into the memory of {plural(options.workers, 'worker')} of {in_one_line(options.script)}",
+            f"no plan fits into the memory of {plural(workers, 'worker')} of {in_one_line(options.script)}",
             "use more workers, on other hosts",
         )
     words, outlook = words_of(best.plan), Outlook.of(answer, kept)
-    return ChosenPlan(words, options.plan or "", options.workers, f"the plan is {words!r}", _reason(answer), outlook)
+    return ChosenPlan(words, options.plan or "", workers, f"the plan is {words!r}", _reason(answer), outlook)
 
 
 def _reason(answer: Answer) -> str:

@@ -64,6 +64,14 @@ def listening_at(folder: Path) -> dict[str, Any]:
     return dict(read_json(folder / ADDRESS, Listening, str(folder / ADDRESS), cure))
 
 
+def write_address(folder: Path, host: str, port: int, epoch: int) -> None:
+    """Writes the address of the coordinator into a run folder."""
+    address_file = folder / f".{ADDRESS}"
+    address_file.write_text(json.dumps({"host": host, "port": port, "epoch": epoch}))
+    address_file.chmod(0o600)
+    address_file.replace(folder / ADDRESS)
+
+
 class CoordinatorProcess:
     """Runs a coordinator of an `epoch` on a listening socket, and replaces it when it fails.
 
@@ -93,10 +101,7 @@ class CoordinatorProcess:
         self._gaps: deque[float] = deque(maxlen=40)  # seconds between two of its answers
         self._patience, self._last_reason = LONGEST, ""  # allowed silence of a start; why it was replaced last
         self._trains = bool(given["again"])  # whether a coordinator has answered before, so that workers are training
-        address_file = folder / f".{ADDRESS}"
-        address_file.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
-        address_file.chmod(0o600)
-        address_file.replace(folder / ADDRESS)
+        write_address(folder, host, port, self._given["epoch"])
         self._start(again=given["again"])
 
     def _start(self, again: bool) -> None:

@@ -104,7 +104,7 @@ def listen(options: LaunchOptions) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((host, port or options.port))
     except OSError as error:
         cure = "use an address of this host and a free port"
         raise UsageError(f"--listen {options.listen}: {error.strerror}", cure) from error

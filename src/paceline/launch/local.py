@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import resource
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -59,6 +61,7 @@ from paceline.team.etcd_lease import parse_store
 from paceline.team.host_failures import LEFT_OUT
 
 PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
+REJOIN = 60.0  # seconds in which a run goes on under another plan
 FULL = errno.ENOSPC, errno.EDQUOT
 FILES = 8  # open files per worker: three pipes, two sockets, its log, its pidfd, its pulse
 
@@ -73,13 +76,13 @@ def launch(options: LaunchOptions) -> int:
     if options.raw:
         refuse_options(options)
     if options.nodes is not None:
-        options = _as_node(options)
-    options = _with_size(options)
+        options = as_node(options)
+    options = with_size(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
     try:
         with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
-            return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+            return _join_until_end(options, notifier) if options.join else _launch(options, compared, notifier)
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -96,7 +99,7 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
     with mirror(options.mirror) as variables, Kept() as kept:
         environment = {**options.environment, **variables}
         kept = options.kept or kept
-        options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
+        options = replace(options, run_dir=str(run_folder(options)), environment=environment, kept=kept)
         options = with_deadline(options)
         source = "the state in memory" if variables else "the last checkpoint"
         source = "the script's own checkpoints, if it loads any" if options.raw else source
@@ -105,14 +108,15 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
             while True:
                 code, again, agent = _begin(options, compared, serving, notifier)
                 if options.chosen is not None and (other := _other_plan(options, code, agent)) is not None:
-                    notifier.failed, options = False, other
+                    # Other hosts join it again: at the same address, but not the coordinator that ends.
+                    notifier.failed, options = False, replace(other, epoch=agent.epoch + 1, port=agent.port)
                     continue
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
                 # Where the first team is on several hosts, the other hosts have ended with the run.
                 killed = (options.raw or 128 < code != 130) and options.size <= options.workers
                 if not (again or variables) or not killed or restarts > options.max_restarts:
-                    notifier.end(_folder(options), code)
+                    notifier.end(run_folder(options), code)
                     return code
                 notifier.failed, options = False, replace(options, begin=1, restarts=restarts)
                 say(f"restarting from {source} ({restarts} of {options.max_restarts})")
@@ -130,7 +134,7 @@ def _say(options: LaunchOptions, text: str) -> None:
         say(text)
 
 
-def _as_node(options: LaunchOptions) -> LaunchOptions:
+def as_node(options: LaunchOptions) -> LaunchOptions:
     """Options of a node of `--nodes auto`. The first node listens at a fixed port. The others join it, each with a
     folder of its own in the run folder. If the number of nodes may change (Kubernetes), they wait for the first one
     without a limit; if the first node is replaced, they join the new node of the same name.
@@ -150,26 +154,30 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
         where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
     if not rank:
-        where |= {"size": _size_over_hosts(options.plan, workers, workers * count)}
-    where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
+        where |= {"size": size_over_hosts(options.plan, workers, workers * count)}
+        where |= {"epoch": 1 if count else int(time.time())}
+    where |= {"patience": PATIENCE if count else math.inf}
     again = variable("PACELINE_AGAIN")
-    return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
+    return replace(options, nodes=None, workers=workers, token=token, token_file=None, again=again, **where)
 
 
-def _with_size(options: LaunchOptions) -> LaunchOptions:
+def with_size(options: LaunchOptions) -> LaunchOptions:
     """Adds the number of workers with which the run begins, if the plan needs hosts that join: as many as --min-workers
     says will come.
     """
     if options.listen is None or options.size:
         return options
-    return replace(options, size=_size_over_hosts(options.plan, options.workers, options.min_workers))
+    return replace(options, size=size_over_hosts(options.plan, options.workers, options.min_workers))
 
 
-def _size_over_hosts(plan: str | None, workers: int, most: int) -> int:
+def size_over_hosts(plan: str | None, workers: int, most: int) -> int:
     """Returns how many workers begin the run if the plan needs more than the `workers` of this host; 0 if it does not,
-    or needs more than `most`.
+    or needs more than `most`. Where the plan is not chosen yet, all of them are needed.
     """
-    size = 0 if plan is None else Plan.parse(plan).first_team(workers)
+    if plan is None:
+        return 0
+    parsed = Plan.parse(plan)
+    size = most if parsed.auto else parsed.first_team(workers)
     return size if workers < size <= most else 0
 
 
@@ -181,7 +189,7 @@ def _begin(
     """
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
-    folder = _folder(options)
+    folder = run_folder(options)
     with _held(folder, options.patience, notifier) as journal:
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
@@ -209,7 +217,7 @@ def _begin(
             name: getattr(options, name)
             for name in ("script", "max_restarts", "min_workers", "begin", "store", "exclude_after")
         }
-        link.run["workers"] = options.size
+        link.run |= {"workers": options.size, "trial": options.trial}
         if options.raw:  # the loss of one worker ends all: `_launch` restarts them together
             link.run |= {"max_restarts": 0}
             argv = [options.script, *options.arguments]
@@ -230,25 +238,41 @@ def _begin(
                 return code, again, agent
 
 
-def _join(options: LaunchOptions, notifier: Notifier) -> int:
-    """Starts workers for a run that another command has started. Returns the exit code."""
-    try:
-        return _joined(options, notifier)
-    except HostExcludedError as error:  # when it joins, or when it joins again
-        say(str(error))
-        return LEFT_OUT
+def _join_until_end(options: LaunchOptions, notifier: Notifier) -> int:
+    """Joins a run that another command has started, and joins it again each time that its plan has changed. Returns the
+    exit code.
+    """
+    with Kept() as kept:
+        options = replace(options, kept=options.kept or kept)
+        while True:
+            try:
+                code, again = _join(options, notifier)
+            except HostExcludedError as error:  # when it joins, or when it joins again
+                say(str(error))
+                return LEFT_OUT
+            if again is None:
+                return code
+            notifier.failed, options = False, again
 
 
-def _joined(options: LaunchOptions, notifier: Notifier) -> int:
+def _join(options: LaunchOptions, notifier: Notifier) -> tuple[int, LaunchOptions | None]:
+    """Starts workers for a run that another command has started. Returns the exit code, and the options with which to
+    join the run again if it goes on under another plan. HostExcludedError: the run leaves this host out.
+    """
     address, token, folder = find(options)
     has_own_folder = folder is None
     if folder is None:
-        folder = _folder(options)
+        folder = run_folder(options)
+        options = replace(options, run_dir=str(folder))
+    given = options
     standby = stand_by(address, options.patience)
     link = CoordinatorClient(address, token, introduction(options, folder, [], standby))
+    link.epoch = options.epoch  # coordinators of earlier ones are over
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
     metrics, page, begun = link.run["served"]
+    has_own_folder |= link.run["trial"] is not None
     with (
+        measured(options, folder, link.run["trial"]) as (options, folder),
         mirror(options.mirror) as variables,
         shared(replace(options, environment={**options.environment, **variables}), lambda: token) as options,
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
@@ -261,16 +285,35 @@ def _joined(options: LaunchOptions, notifier: Notifier) -> int:
         if options.on_listening is not None:
             options.on_listening(link.address)
         with signals() as wakeup:
-            return agent.run(wakeup)
+            code = agent.run(wakeup)
+        if not agent.rejoins:
+            return code, None
+        patience = max(given.patience, REJOIN)
+        return code, replace(given, plan=None, patience=patience, epoch=agent.epoch + 1)
 
 
-def _folder(options: LaunchOptions) -> Path:
-    with _made():
+@contextmanager
+def measured(options: LaunchOptions, folder: Path, trial: Any) -> Iterator[tuple[LaunchOptions, Path]]:
+    """Yields the options of a host that joins, and its run folder. In a `trial` of a plan, its workers measure some
+    steps, and nothing of them is kept.
+    """
+    if trial is None:
+        yield options, folder
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-auto-") as temporary:
+        environment = {**options.environment, "PACELINE_CHECK": json.dumps({"trial": trial})}
+        yield replace(options, temporary=True, quiet=True, environment=environment), Path(temporary)
+
+
+def run_folder(options: LaunchOptions) -> Path:
+    """Returns the folder of a run; one without a name is made. LaunchError: that is not possible."""
+    with making_folder():
         return Path(options.run_dir) if options.run_dir else _new_folder(options.module or Path(options.script).stem)
 
 
 @contextmanager
-def _made() -> Iterator[None]:
+def making_folder() -> Iterator[None]:
+    """Turns errors of the system into one that names the run folder. LaunchError: it cannot be made."""
     try:
         yield
     except OSError as error:
@@ -282,7 +325,7 @@ def _made() -> Iterator[None]:
 @contextmanager
 def _held(folder: Path, patience: float, notifier: Notifier) -> Iterator[Journal]:
     """Locks a run folder and yields its journal. An earlier user of the folder has `patience` seconds to end."""
-    with _made():
+    with making_folder():
         lock = hold_lock(folder, min(patience, PATIENCE))
     try:
         with _open(folder, notifier) as journal:
@@ -293,7 +336,7 @@ def _held(folder: Path, patience: float, notifier: Notifier) -> Iterator[Journal
 
 @contextmanager
 def _open(folder: Path, notifier: Notifier) -> Iterator[Journal]:
-    with _made():
+    with making_folder():
         journal = notifier.journal(folder)
     try:
         yield journal

@@ -24,8 +24,8 @@ GIVEN = (
 class ChosenPlan:
     """A plan that `auto` has chosen for so many workers, where a plan with these words was `asked` for.
 
-    `outlook`: what is known of other plans. `before`: the options with the plan that was changed to this one, and `now`
-    what was measured under that.
+    `workers` counts those on all hosts. `outlook`: what is known of other plans. `before`: the options with the plan
+    that was changed to this one, and `now` what was measured under that.
     """
 
     plan: str
@@ -75,7 +75,10 @@ class LaunchOptions:
       `config`: the script's part of the configuration file, as JSON.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
     - `address`: our address; set by the agent. `size`: the number of workers with which the run begins, on this host
-      and on others that join; 0: those of this host.
+      and on others that join; 0: those of this host. `port`: where the coordinator listens if `listen` names no port,
+      as it did under an earlier plan of this run; 0: at any port.
+    - `trial`: in a trial of a plan on several hosts, how many steps are measured, and the most seconds of them.
+      `hosts`: the number of workers on each host, if they are known before the hosts join.
     """
 
     script: str
@@ -131,6 +134,9 @@ class LaunchOptions:
     epoch: int = 1
     address: str = "127.0.0.1"
     size: int = 0
+    port: int = 0
+    trial: tuple[int, float] | None = None
+    hosts: tuple[int, ...] = ()
 
     @property
     def program(self) -> list[str]:

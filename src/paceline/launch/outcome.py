@@ -252,7 +252,7 @@ class RunOutcome:
             "--workers": options.workers or None,
             "--spares": options.spares or None,
             "--run-dir": None if join else short(self._folder),
-            "--plan": options.plan if options.chosen is None else options.chosen.asked,
+            "--plan": None if join else options.plan if options.chosen is None else options.chosen.asked,
             "--shares": options.shares,
             "--save-every": options.save_every,
             "--keep": options.keep,

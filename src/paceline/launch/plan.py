@@ -20,7 +20,16 @@ from paceline.launch.check import rehearse
 from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
-from paceline.planner.candidates import candidates, has_same_layout, layout_of, probed_words, without_layout, words_of
+from paceline.planner.candidates import (
+    candidates,
+    has_same_layout,
+    layout_of,
+    probed_words,
+    spans_hosts,
+    without_layout,
+    words_of,
+    words_over,
+)
 from paceline.planner.choose import Answer, Predictor, Prospect, corrected_by_trials, ranked
 from paceline.planner.descriptions import (
     MachineDescription,
@@ -40,7 +49,6 @@ ALONE = "one worker"  # the name of the plan for one worker
 SHOWN = 8  # plans in the table that were not tried
 CAUTION = 0.85  # part of a worker's memory that the first trial may be predicted to take: nothing corrects that yet
 KILLED = 137  # the exit code of a run whose worker was killed, as for want of memory
-NO_LAYOUT = "tensor=1"  # words that leave a plan as it is by default
 CLOSE = 1.25  # plans that take at most so many times as long as the fastest are tried a second time
 
 
@@ -61,7 +69,9 @@ class Question:
     done: int = 0  # steps that it has made
     alone: bool = True  # whether one worker is tried, too
     hosts: tuple[int, ...] = ()  # the workers of each host, if there are several
+    spans: bool = True  # whether replicas may span them
     rehearse: Callable[[Path, LaunchOptions, dict[str, Any]], tuple[int, Any]] = rehearse  # runs the script
+    waited: Callable[[], float] = float  # returns the seconds for which trials have waited for other hosts
 
 
 class Planning:
@@ -109,7 +119,7 @@ class Planning:
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
         question = self._question
-        choice = question.kept, question.allowed, model.merges, question.hosts
+        choice = question.kept, question.allowed, model.merges, self._within
         return candidates(self._options.workers, model, script, *choice)
 
     def _first_trial(self, predictor: Predictor, script: Plan, refused: Mapping[str, object]) -> TrialResult | None:
@@ -150,8 +160,13 @@ class Planning:
         return max(0.0, steps) * base.step_seconds
 
     @property
+    def _within(self) -> tuple[int, ...]:
+        """The workers of each host, if no replica may span them."""
+        return () if self._question.spans else self._question.hosts
+
+    @property
     def _passed(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._began - self._question.waited()
 
     def _probe(self, workers: int) -> ProbeResult:
         """Returns a probe by so many workers. LaunchError: the script does not reach its first step."""
@@ -163,7 +178,7 @@ class Planning:
             str(question.kept),
             tuple(sorted(question.allowed)),
             question.memory or 0.0,
-            question.hosts,
+            self._within,
         )
         return probe(self._folder / "probe", self._trial_options(self._options.plan, workers), asked, question.rehearse)
 
@@ -198,12 +213,10 @@ class Planning:
             prospects[other] = prospects[other].with_trial(result, turn)
 
     def _words(self, one: Prospect) -> str:
-        """Returns the words to give for a plan. On several hosts, workers join those of the first one, to which `data`
-        would not fit.
-        """
+        """Returns the words to give for a plan."""
         if not self._question.hosts or one.workers == 1:
             return words_of(one.plan)
-        return _words_to_join(one.plan)
+        return words_over(one.plan, self._question.hosts)
 
     def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
         for key, one in [*prospects.items()]:
@@ -222,6 +235,8 @@ class Planning:
             shares=given.shares,
             cold_start=given.cold_start,
             kept=given.kept,
+            environment=given.environment,
+            config=given.config,
             # Parameter servers, and workers on other hosts, need a team that may change.
             max_restarts=int("server=" in (text or "") or bool(self._question.hosts)),
         )
@@ -286,24 +301,22 @@ def plan(
     if form == "json":
         return json.dumps(answer.as_data(), indent=2)
     more = "" if explained is None else f"\n\n{answer.explain(explained)}"
-    return f"{_command(options, answer, launcher)}\n\n{answer.text(SHOWN)}{more}"
+    return f"{_command(options, answer, launcher, question.hosts)}\n\n{answer.text(SHOWN)}{more}"
 
 
-def _words_to_join(plan: Plan) -> str:
-    """Returns the words for workers that join those of a first host, to which `data` would not fit."""
-    return str(replace(plan, data=None)) or NO_LAYOUT
-
-
-def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str]) -> str:
+def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str], hosts: Sequence[int]) -> str:
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
     if best is None:
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     if best.workers == 1 and options.workers > 1:
         return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = _words_to_join(best.plan) if launcher else words_of(best.plan)
+    words = words_over(best.plan, hosts) if launcher else words_of(best.plan)
     start = launcher or ("run", "--workers", str(best.workers))
-    return command_line(["paceline", *start, "--plan", words, *program])
+    command = command_line(["paceline", *start, "--plan", words, *program])
+    if spans_hosts(best.plan, hosts):
+        return f"{command}   # give --checkpoints, too: a folder or URL that all hosts share"
+    return command
 
 
 def local_workers() -> int:

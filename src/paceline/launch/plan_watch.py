@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from paceline.errors import PlanError
 from paceline.launch.options import ChosenPlan, LaunchOptions
 from paceline.launch.outcome import INTERRUPTED
 from paceline.launch.workers import Worker
+from paceline.plan import Plan
+from paceline.planner.candidates import words_to_join
 from paceline.planner.choose import milliseconds
 from paceline.planner.history import HISTORY, History
 from paceline.planner.outlook import ALIKE, MARGIN, Now, Outlook, PlanChange
@@ -72,7 +74,9 @@ def _with_change(options: LaunchOptions, change: PlanChange) -> LaunchOptions:
     what, why = describe(chosen.outlook, change)
     about = chosen.outlook.changed(change), options, change.now
     another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, *about)
-    return replace(options, plan=change.plan, workers=change.workers, chosen=another, begin=1)
+    workers = min(options.workers, change.now.started)
+    words = change.plan if workers == change.workers else words_to_join(Plan.parse(change.plan))
+    return replace(options, plan=words, workers=workers, size=0, chosen=another, begin=1)
 
 
 def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
@@ -83,6 +87,8 @@ def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
     why += f"{duration(change.gain)} less, and the change costs about {duration(now.cost)}"
     if change.workers < outlook.workers:
         why = f"{change.workers} of {plural(outlook.workers, 'worker')} can be used; {why}"
+    elif change.workers > outlook.workers:
+        why = f"{change.workers} instead of {plural(outlook.workers, 'worker')} can be used; {why}"
     elif now.loads and max(now.loads) > SLOW * median(now.loads):
         slowest = now.loads.index(max(now.loads))
         why = f"worker {slowest} takes {max(now.loads) / min(now.loads):.1f} times as long as the fastest; {why}"
@@ -92,8 +98,8 @@ def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
 class PlanWatch:
     """Watches one attempt of a run. It stops after `max_steps` steps, or at the monotonic time `deadline`.
 
-    All numbers come from the pages that workers share with their agent, and from the journal. Plans are compared in a
-    thread of their own, as that may take seconds for many workers.
+    All numbers come from the pages that workers share with their agent, and from the journal, which has those of
+    workers that have joined. Plans are compared in a thread of their own, as that may take seconds for many workers.
     """
 
     def __init__(
@@ -106,6 +112,8 @@ class PlanWatch:
         self._history = History(cache_folder() / HISTORY)
         self._due = 0.0
         self._team: tuple[int, ...] = ()
+        self._hosts: tuple[int, ...] = ()  # the workers on each host: of the team, and others that could be
+        self._reported: dict[int, float] = {}  # busy seconds of workers that another command has started
         self._since, self._done_before = math.inf, 0.0  # when the team began, and the steps before
         self._began: float | None = None  # monotonic seconds at which the workers started
         self._started: float | None = None  # seconds until their first step
@@ -120,30 +128,34 @@ class PlanWatch:
         self.now: Now | None = None  # what was measured last
         self._has_reported = False
 
-    def look(self, now: float, members: Collection[int], workers: Mapping[int, Worker]) -> PlanChange | None:
-        """Returns a plan that pays, if there is one. `members` are the workers of the team, `workers` those of this
-        host.
+    def look(
+        self, now: float, members: Sequence[int], workers: Mapping[int, Worker], hosts: Sequence[int] = ()
+    ) -> PlanChange | None:
+        """Returns a plan that pays, if there is one. `members` are the workers of the team, `workers` those that this
+        agent has started; `hosts` says how many workers each host has that are in the team or could be.
         """
         if now < self._due:
             return None
         self._due = now + LOOK
-        if not members or not set(members) <= workers.keys() or self._deadline <= now:
-            return None  # others are on hosts that nobody has measured
-        team = [workers[number] for number in members]
-        self._time_start(now, team)
-        done = team[0].pulse[DONE]
-        if tuple(members) != self._team:
-            self._team, self._since, self._done_before, self._pause = tuple(members), now, done, SECONDS
+        first = workers.get(members[0]) if members else None
+        if first is None or self._deadline <= now:
+            return None
+        alive = len([worker for worker in workers.values() if worker.alive and not worker.serves])
+        self._time_start(now, first)
+        self._read()
+        done, team = first.pulse[DONE], (tuple(members), tuple(hosts) or (alive,))
+        if team != (self._team, self._hosts):
+            self._team, self._hosts = team
+            self._since, self._done_before, self._pause, self._reported = now, done, SECONDS, {}
         if done - self._done_before < WARM or now - self._since < SECONDS:
             return None
-        self._read()
-        self.now = self._measure(team, len([w for w in workers.values() if w.alive and not w.serves]), now)
+        self.now = self._measure(first, workers, alive, now)
         if self.now is not None and self.outlook.before and not self._has_reported:
             self._has_reported = True
             self._report_gain(self.now)
         if self._thread is not None:
             return self._result()
-        is_smaller = len(team) < self.outlook.workers
+        is_smaller = len(members) < self.outlook.workers
         # Devices are numbered from 0, so fewer workers would also use the GPU of a worker that is lost.
         waits = is_smaller and (gpus() > 0 or now - self._since < STAYED)
         if self.now is None or now < self._next or waits or not self._drifts(self.now):
@@ -190,59 +202,86 @@ class PlanWatch:
             return None  # the team has changed meanwhile
         return better
 
-    def _time_start(self, now: float, team: Sequence[Worker]) -> None:
+    def _time_start(self, now: float, first: Worker) -> None:
         """Measures how long it takes from the start of processes to the first step."""
         if self._began is None:
             self._began = now
-        if self._started is None and team[0].pulse[DONE]:
+        if self._started is None and first.pulse[DONE]:
             self._started = now - self._began
 
     def _read(self) -> None:
         for _, event in self._reader.news():
-            if event["event"] in ("grid", "step", "shares", "figures", "memory"):
+            if event["event"] in ("grid", "step", "shares", "figures", "memory", "links"):
                 self._several |= bool(event.get("trainer"))
                 self._events[event["event"]] = event
+            elif event["event"] == "loaded":
+                self._reported |= {int(number): seconds for number, seconds in event.get("busy", {}).items()}
 
-    def _measure(self, team: Sequence[Worker], alive: int, now: float) -> Now | None:
-        """Returns what is measured of the team, and how many workers are `alive`; None if too little is known."""
+    def _measure(self, first: Worker, workers: Mapping[int, Worker], alive: int, now: float) -> Now | None:
+        """Returns what is measured of the team, whose first member is `first`; None if too little is known. So many
+        workers of this agent are `alive`.
+        """
         grid, step = (self._events.get(kind, {}) for kind in ("grid", "step"))
-        seconds, model = team[0].pulse[USUAL], self.outlook.model
+        seconds, model = first.pulse[USUAL], self.outlook.model
         if self._several or not grid.get("steps") or not grid.get("rows") or not seconds:
             return None
-        busy, every = self._busy(team), self.outlook.workers
+        busy, every = self._busy(workers), self.outlook.workers
+        if not busy:
+            return None
         if len(self._usual) != every:  # the plan was not tried: loads are relative to its first steps
-            if len(team) != every:
+            if len(busy) != every:
                 return None
             self._usual = tuple(busy)
-        before, loads = self._loads_before, tuple[float, ...]()
-        if all(worker.rank < every for worker in team):
-            loads = tuple(
-                before[worker.rank] * seconds / max(self._usual[worker.rank], 1e-9)
-                for worker, seconds in zip(team, busy, strict=True)
-            )
+        loads = self._loads(busy)
         rest = min(grid["steps"], self._most) - (step.get("step") or 0)
         rest = int(min(rest, (self._deadline - now) / seconds))
         tokens = (step.get("tokens") or 0) / (step.get("samples") or 1)
         longer = tokens / model.tokens if tokens and model.tokens > 1 else 1.0
         state = model.parameters * model.element_size * (1 + model.state)
         cost = (self._started or 0.0) + 2 * state / COPIED + FIRST_STEPS * seconds
-        return Now(seconds, len(team), loads, rest, cost, longer, max(0, alive - len(team)))
+        spare = max(0, sum(self._hosts) - len(loads))
+        return Now(seconds, len(loads), loads, rest, cost, longer, spare, alive, self._hosts, self._link)
 
     @property
     def _loads_before(self) -> Sequence[float]:
         loads = self.outlook.loads
         return loads if len(loads) == self.outlook.workers else (1.0,) * self.outlook.workers
 
-    def _busy(self, team: Sequence[Worker]) -> list[float]:
-        """Returns the seconds for which each worker would be busy in a step with all rows."""
-        shares, units = self._events.get("shares", {}), len(team) // self._unit
+    @property
+    def _link(self) -> tuple[float, float] | None:
+        """The bytes a second, and the seconds one way, of the slowest link between hosts of the team, if measured."""
+        pairs = self._events.get("links", {}).get("pairs") or []
+        return (min(pair[2] for pair in pairs), max(pair[3] for pair in pairs)) if pairs else None
+
+    def _busy(self, workers: Mapping[int, Worker]) -> list[float]:
+        """Returns the seconds for which each worker of the team would be busy in a step with all rows; an empty list if
+        that is not known of all of them.
+        """
+        team, shares, units = self._team, self._events.get("shares", {}), len(self._team) // self._unit
+        known = self._reported | {number: worker.pulse[BUSY] for number, worker in workers.items()}
+        if not known.keys() >= {*team}:
+            return []
         parts = shares.get("parts") or []
-        if shares.get("workers") != [worker.rank for worker in team] or len(parts) != units:
+        if shares.get("workers") != [*team] or len(parts) != units:
             parts = [1 / units] * units
-        return [worker.pulse[BUSY] / (parts[number // self._unit] or 1 / units) for number, worker in enumerate(team)]
+        return [known[number] / (parts[rank // self._unit] or 1 / units) for rank, number in enumerate(team)]
+
+    def _loads(self, busy: Sequence[float]) -> tuple[float, ...]:
+        """Returns the load of each worker of the team. A worker that was not there in the trial is compared with those
+        that compute the same part of the model.
+        """
+        normal = [max(usual / before, 1e-9) for usual, before in zip(self._usual, self._loads_before, strict=True)]
+        alike = [median(normal[part :: self._unit]) for part in range(self._unit)]
+        usual = [
+            normal[number] if number < len(normal) else alike[rank % self._unit]
+            for rank, number in enumerate(self._team)
+        ]
+        return tuple(seconds / each for seconds, each in zip(busy, usual, strict=True))
 
     def _drifts(self, now: Now) -> bool:
         """Whether steps, workers or their loads are other than expected, so that another plan may be better."""
         before = self._loads_before
-        moved = any(abs(load / before[rank] - 1) > ALIKE for rank, load in zip(self._team, now.loads, strict=False))
-        return moved or now.workers != self.outlook.workers or now.seconds > (1 + MARGIN) * self.outlook.seconds
+        known = {number: load for number, load in zip(self._team, now.loads, strict=True) if number < len(before)}
+        moved = any(abs(load / before[number] - 1) > ALIKE for number, load in known.items())
+        others = now.workers + now.spare != self.outlook.workers
+        return moved or others or now.seconds > (1 + MARGIN) * self.outlook.seconds

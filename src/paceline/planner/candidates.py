@@ -22,6 +22,7 @@ VIRTUAL = 1, 2
 LOSSY = "codec=bf16", "codec=int8"
 EVERY = 20  # steps between two merges of local SGD
 STALENESS = 4  # steps that a worker may run ahead of others
+NO_LAYOUT = "tensor=1"  # words that leave a plan as it is by default
 
 
 def candidates(
@@ -34,7 +35,7 @@ def candidates(
     hosts: Sequence[int] = (),
 ) -> tuple[list[Plan], dict[str, str]]:
     """Returns the plans to choose from, and the refused ones with the reason. `hosts` are the workers of each host, if
-    there are several.
+    there are several and no replica may span them.
 
     All give the same result as one worker with the `script`'s plan, but for what is `allowed`: "lossy" codecs, "local"
     SGD and stale updates, another "precision". Words of the plan `kept` stay as they are. With `free_micro` the size of
@@ -111,8 +112,8 @@ def _variants(
 def _misfit(plan: Plan, model: ModelDescription, workers: int, hosts: Sequence[int]) -> str:
     """Returns why a plan does not fit the shape of a model or the hosts, or an empty text."""
     mesh = plan.mesh(workers)
-    if len(hosts) > 1 and any(host % mesh.replica for host in hosts):
-        return f"a replica of {mesh.replica} workers would span hosts"
+    if spans_hosts(plan, hosts):
+        return f"a replica of {mesh.replica} workers would span hosts, and its checkpoints would need --checkpoints"
     stages = mesh.pipeline * (plan.virtual or 1)
     if stages > model.block_count:
         return f"{stages} stages of {model.block_count} blocks"
@@ -149,3 +150,22 @@ def probed_words(plan: Plan) -> Plan:
 def words_of(plan: Plan) -> str:
     """Returns the words to give for a plan: without `data`, which follows from the number of workers."""
     return str(replace(plan, data=None)) or str(plan)
+
+
+def words_to_join(plan: Plan) -> str:
+    """Returns the words to give for a plan if some of its workers join those of a first host, to which `data` would not
+    fit.
+    """
+    return str(replace(plan, data=None)) or NO_LAYOUT
+
+
+def spans_hosts(plan: Plan, hosts: Sequence[int]) -> bool:
+    """Whether a replica of a plan over hosts with so many workers would span them."""
+    return len(hosts) > 1 and any(host % plan.mesh(sum(hosts)).replica for host in hosts)
+
+
+def words_over(plan: Plan, hosts: Sequence[int]) -> str:
+    """Returns the words to give for a plan over hosts with so many workers: with `data` where they begin together,
+    because replicas span them.
+    """
+    return str(plan) if spans_hosts(plan, hosts) else words_to_join(plan)

@@ -26,6 +26,7 @@ PER_TOKEN = (
     "routed",
 )  # fields of a block that grow with the tokens of a row
 SHIPPED = Path(__file__).with_name("machines")
+BETWEEN = "between hosts"  # the name of the links that are measured
 
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -157,8 +158,9 @@ class MachineDescription(Description, frozen=True):
     def between_hosts(self, bandwidth: float, latency: float) -> MachineDescription:
         """Returns hosts like this one, which a probe has measured, with links of this bandwidth between them."""
         workers = self.workers_per_host
-        inside = tuple(msgspec.structs.replace(link, workers=workers) for link in self.links)
-        between = LinkDescription("between hosts", 0, bandwidth, latency, shared_by=workers)
+        links = (link for link in self.links if link.name != BETWEEN)
+        inside = tuple(msgspec.structs.replace(link, workers=workers) for link in links)
+        between = LinkDescription(BETWEEN, 0, bandwidth, latency, shared_by=workers)
         # Workers wait for the network meanwhile, and compute.
         exposed = min(self.exposed, 0.5)
         return msgspec.structs.replace(self, links=(*inside, between), exposed=exposed)
@@ -207,7 +209,7 @@ class ProbeRequest(Description, frozen=True):
     kept: str = ""  # words that all candidates have
     allowed: tuple[str, ...] = ()  # changes of the result
     memory: Amount = 0.0  # bytes that a worker may take; 0: what is free
-    hosts: tuple[Count, ...] = ()  # the workers of each host, if there are several
+    hosts: tuple[Count, ...] = ()  # the workers of each host, if no replica may span them
     measures_machine: bool = True
 
 

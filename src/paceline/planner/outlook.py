@@ -1,7 +1,7 @@
 """Decides, while a run trains, whether it would end earlier under another plan. No torch.
 
 `auto` chooses a plan from trials of a few seconds, and a run may last for days, in which a worker becomes slow or is
-lost, or rows become longer. The flow:
+lost, others join, or rows become longer. The flow:
 
 1. What was known when the plan was chosen is an `Outlook`, which the run folder keeps: descriptions of the model and of
    the machines, and the *ratio* of measured to predicted seconds for each plan that was tried or used.
@@ -15,7 +15,7 @@ lost, or rows become longer. The flow:
    tried: then it has another ratio.
 4. If a plan gains more over the remaining steps than the change costs, with a margin for its error, the agent stops the
    run at the end of a step, with a checkpoint, and starts the workers again under that plan, from the process that has
-   imported torch already.
+   imported torch already. Agents of workers that have joined do so, too: they join the run again.
 5. The steps of the new plan are measured in the same way, and added to the history of predictions. If the change did
    not bring its gain, the ratio of the new plan says so, in this run and in later ones.
 """
@@ -36,6 +36,7 @@ from paceline.planner.candidates import candidates, words_of
 from paceline.planner.choose import MARGIN as FREE
 from paceline.planner.choose import Answer
 from paceline.planner.descriptions import (
+    BETWEEN,
     VERSION,
     Amount,
     Count,
@@ -51,6 +52,7 @@ NAME = "outlook.json"  # in the run folder
 MOST = 3  # changes of a run's plan to one that was never tried, and as many others
 MARGIN = 0.1  # part of a step that a plan must save which was tried or used before
 UNTRIED = 0.2  # the same of other plans, at least
+UNMEASURED = 1.2e8, 2e-4  # bytes a second, and seconds one way, of a link between hosts that nothing has used: Ethernet
 DOUBT = 1.5  # times as long as expected that steps take if that may have reasons which all plans share
 ALIKE = 0.15  # workers whose loads differ by less than this part are taken to be equally fast
 COMPUTED = "computing", "recomputing", "bubble"  # parts of a step that a slow worker makes longer
@@ -67,6 +69,9 @@ class Now:
     cost: float  # seconds of a change
     longer: float = 1.0  # tokens of a row, relative to the trial
     spare: int = 0  # workers that are ready, and that the team cannot use under its plan
+    started: int = 0  # workers that the run's first command has started
+    hosts: tuple[int, ...] = ()  # the workers on each host, with those that the team cannot use
+    link: tuple[float, float] | None = None  # bytes a second, and seconds one way, of the slowest between hosts
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Outlook(Description, frozen=True):
         shared = unexplained if unexplained < DOUBT and not self.changes else 1.0
         workers = now.workers + now.spare
         others, room = self._forecast(now, workers), self.machine.memory * (1 - FREE)
-        for plan in self._plans(workers, present):
+        for plan in self._plans(workers, present, now.hosts):
             ratio, least = self.ratios.get(str(plan)), MARGIN
             if ratio is None:
                 if untried >= 1:
@@ -224,10 +229,11 @@ class Outlook(Description, frozen=True):
         """Returns the run's plan for so many workers. Raises PlanError if it is none for them."""
         return _resolved(self.plan, workers)
 
-    def _plans(self, workers: int, present: Plan) -> list[Plan]:
+    def _plans(self, workers: int, present: Plan, hosts: Sequence[int] = ()) -> list[Plan]:
         """Returns the other plans that leave the arithmetic and the size of micro-batches alone."""
         script = replace(Plan.parse(self.script), micro=present.micro)
-        plans, _ = candidates(workers, self.model, script, Plan.parse(self.kept), frozenset(), free_micro=False)
+        kept = Plan.parse(self.kept)
+        plans, _ = candidates(workers, self.model, script, kept, frozenset(), free_micro=False, hosts=hosts)
         return [plan for plan in plans if plan != present and str(plan) not in self.refused]
 
     def _forecast(self, now: Now, workers: int = 0) -> _Forecast:
@@ -238,7 +244,10 @@ class Outlook(Description, frozen=True):
         slow = tuple(load / common if load > (1 + ALIKE) * common else 1.0 for load in loads)
         if abs(common - 1) < ALIKE:
             common = 1.0
-        return _Forecast(self.model.with_load(common, now.longer), self.machine, slow)
+        machine, knows_link = self.machine, any(link.name == BETWEEN for link in self.machine.links)
+        if len(now.hosts) > 1 and (now.link or not knows_link):
+            machine = machine.between_hosts(*(now.link or UNMEASURED))
+        return _Forecast(self.model.with_load(common, now.longer), machine, slow)
 
     def _memory(self, plan: Plan, forecast: _Forecast) -> float:
         """Returns the bytes of a worker's process under a plan."""

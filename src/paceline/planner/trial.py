@@ -73,7 +73,8 @@ class Trial:
         they should merge.
         """
         plan, context = self._context.plan, self._context
-        share = -(-step.batch.count // context.replica.mesh.units)
+        units = context.run.team.group.size // context.replica.mesh.unit  # some workers may have come later
+        share = -(-step.batch.count // units)
         return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + 2 * TRIES * math.ceil(math.log2(share))
 
     def _link(self) -> tuple[float, float] | None:

@@ -82,6 +82,8 @@ class Coordinator:
     group_sizes: tuple[int, ...] = (1,)  # of the plan's mesh
     reserved: set[int] = field(default_factory=set)  # workers of the first host, until it has joined
     mirrors: bool = False  # whether hosts keep copies of each other's state in memory
+    chooser: str = ""  # the agent that may change the plan
+    changes: bool = False  # whether the run goes on under another plan after this attempt
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -402,6 +404,8 @@ class Coordinator:
             "merge": self.merges.last,
             "servers": serving(self.slots),
             "lines": self.lines,
+            "changes": self.changes,
+            **({"hosts": self._usable} if agent == self.chooser else {}),
             **self.hosts.about(agent),
         }
 
@@ -413,6 +417,16 @@ class Coordinator:
         team["spares"] = self._ready_spares
         workers = {number: state_of(number, slot, roster) for number, slot in sorted(self.slots.items())}
         return {**team, "workers": workers, **more}
+
+    @property
+    def _usable(self) -> list[tuple[str, int]]:
+        """The number of workers on each host that train, or would under another plan: not those that stay spares."""
+        away, counts = self.gone | self.leaving, Counter[str]()
+        for number, slot in sorted(self.slots.items()):
+            is_here = slot.alive and not slot.report.declined and slot.agent not in away
+            if number < SERVERS and is_here and not self.spares.is_spare(number, self.roster):
+                counts[self.hosts.agents.get(slot.agent, slot.agent)] += 1
+        return [*counts.items()]
 
     def _too_few(self, members: Collection[int]) -> bool:
         """Whether a team of these members must wait for more workers."""

@@ -96,6 +96,7 @@ class Session:
     broken: float = math.inf  # when its connection for orders broke
     lost: bool = False
     clock: tuple[float, float] | None = None  # offset and error of its clock, as the journal has them
+    began: float = 0.0
     loading_recorded_at: float = -math.inf  # when the journal got its last record of loading
     last_report: tuple[Mapping[str, Any], dict[int, WorkerReport]] | None = None  # and its workers' parts of it
 
@@ -115,7 +116,7 @@ class Service:
         self._challenges: deque[str] = deque(maxlen=CHALLENGES)
         self._waiting: set[asyncio.Future[None]] = set()
         self._news = asyncio.Event()
-        self._published_version, self._began = 0, time.monotonic()
+        self._published_version = 0
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
         self._stack_requests = StackRequests(Path(run["folder"]))
@@ -168,7 +169,7 @@ class Service:
         numbers = self._coordinator.join(agent, request["logs"], (host, port), numbers, count, spares)
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
-        self._sessions[key] = Session(agent, request["host"], seen=time.monotonic())
+        self._sessions[key] = Session(agent, request["host"], seen=time.monotonic(), began=time.monotonic())
         self._publish()
         return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, "run": self._run["run"]}
 
@@ -196,18 +197,20 @@ class Service:
         return {"step": self._coordinator.step}
 
     def _take_figures(self, session: Session, report: Mapping[str, Any], now: float, last: bool) -> None:
-        """Journals how long workers waited for rows and what they sent: less often the longer the run lasts, and at
-        its end.
+        """Journals how long workers waited for rows and what they sent: less often the longer the host takes part, and
+        at its end.
         """
         loading = report.get("loaded") or {}
-        if not loading or (now - session.loading_recorded_at < max(LOADED, RARER * (now - self._began)) and not last):
+        pause = max(LOADED, RARER * (now - session.began))
+        if not loading or (now - session.loading_recorded_at < pause and not last):
             return
         session.loading_recorded_at = now
         traffic = {}
         if report.get("sent"):
             traffic = {"sent": report["sent"], "here": report.get("here", []), "agent": session.agent}
         loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in loading.items()}
-        self._record("loaded", host=session.host, workers=loaded, **traffic)
+        busy = {"busy": report["busy"]} if report.get("busy") else {}
+        self._record("loaded", host=session.host, workers=loaded, **busy, **traffic)
 
     def _take_troubles(self, session: Session, troubles: Sequence[tuple[float, str, str]]) -> None:
         """Journals what an agent has noticed of its host, each trouble once."""
@@ -272,6 +275,10 @@ class Service:
             self._coordinator.version += 1
         if report.get("stop"):
             self._coordinator.stop_all()
+        if "changes" in report:
+            self._coordinator.chooser = session.agent
+            self._coordinator.version += report["changes"] != self._coordinator.changes
+            self._coordinator.changes = report["changes"]
         if report.get("bye"):
             session.lost = True
             self._coordinator.bye(session.agent)

@@ -88,6 +88,13 @@ def _json_object(value: Any) -> bool:
         return False
 
 
+def _trial(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    steps, seconds = value
+    return whole_number(1)(steps) and type(seconds) in (int, float) and 0 < seconds <= MOST
+
+
 OPTIONS: dict[str, Check] = {
     "plan": parsed(Plan.parse),
     "shares": parsed(lambda value: parse_shares(value, value.count(",") + 1)),
@@ -113,6 +120,7 @@ FIELDS: dict[str, Check] = {
     "same": _names,
     "given": _names,
     "served": _served,
+    "trial": optional(_trial),
 }
 JOINED: dict[str, Check] = {
     "session": lambda value: isinstance(value, str) and bool(_KEY.fullmatch(value)),

@@ -69,9 +69,9 @@ STATE = form(  # of a worker, see worker_slots.WorkerReport
 )
 SAME = form(  # a report whose other fields are the same as in the last one
     {"epoch": Count},
-    each("same leaving over stop bye", bool)
+    each("same leaving over stop bye changes", bool)
     | {"clock": tuple[Seconds, Seconds] | None, "loaded": dict[Number, tuple[Seconds, Seconds]] | None}
-    | {"sent": dict[str, Count] | None, "here": list[str]}
+    | {"sent": dict[str, Count] | None, "here": list[str], "busy": dict[Number, Seconds]}
     | {"troubles": Annotated[list[tuple[Seconds, str, str]], Meta(max_length=100)]},
 )
 REPORT = form({"step": Count, "workers": by_number(STATE)})
@@ -110,7 +110,7 @@ ORDERS = form(
     | {"generation": GENERATION | None, "failing": list[tuple[Worker, str, str]], "merge": MERGE | None}
     | {"standbys": list[Address], "moved": Address | None, "lines": list[tuple[Count, str, bool]]}
     | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},
-    {"failures": list[tuple[Seconds, str]], "excluded": str},
+    {"failures": list[tuple[Seconds, str]], "excluded": str, "changes": bool, "hosts": list[tuple[str, Few]]},
 )
 STANDS = by_number(form({"state": str, "newest": dict[str, Count], "at": Seconds, **WAITING_PLACE}))
 ANSWERS: dict[str, Any] = {

@@ -113,6 +113,7 @@ class Launcher:
         self._listens = ""  # the address of the coordinator
         self._checked = self._left = False
         self._size = 0  # workers with which the run begins, if the first host has too few for the plan
+        self._counts: list[int] = []  # of workers on each host, if the plan is chosen for all of them
         self._late = math.inf  # when to stop waiting for the other hosts
         self._beaten = 0.0
         self._preflight: Preflight | None = None
@@ -255,6 +256,7 @@ class Launcher:
             "detach": self._job.detach,
             "slow": self._preflight.slow.pop(host.spec.name, []) if self._preflight is not None else [],
             "size": self._size if host.first else 0,
+            "hosts": self._counts if host.first else [],
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
@@ -392,8 +394,11 @@ class Launcher:
         if text is None or len(self._hosts) == 1:
             return
         plan, total = Plan.parse(text), sum(counts)
+        if plan.auto:
+            self._size, self._counts = total, counts
+            return
         size = plan.first_team(counts[0])
-        if size == counts[0] or plan.auto:
+        if size == counts[0]:
             return
         if are_all and size > total:
             plan.validate(total)

@@ -81,7 +81,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
     for text in order.get("slow", ()):
         HostHistory().add(HostEntry(time.time(), "slow", text, options.run_dir or ""))
-    where["size"] = order["size"]
+    where |= {"size": order["size"], "hosts": tuple(order.get("hosts", ()))}
     options = replace(options, **where, on_listening=lambda address: _say("listens", address=address))
     broken = threading.Event()
     with _relayed(1, broken) as out, _relayed(2, broken) as error:
@@ -95,12 +95,20 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
                 os.write(apart, b"!")
 
         threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
-        code = launch(options)
+        code = _launch(options)
         call.close()
         value.seek(0)
         while piece := value.read(VALUE):
             _say("value", data=base64.b64encode(piece).decode())
         return code
+
+
+def _launch(options: LaunchOptions) -> int:
+    if "auto" not in (options.plan or "").split():
+        return launch(options)
+    from paceline.launch.auto import launch_with_chosen_plan  # not with every run
+
+    return launch_with_chosen_plan(options)
 
 
 def _measured(launcher_input: io.RawIOBase, options: LaunchOptions) -> Any:
