@@ -18,7 +18,7 @@ from launching import paceline
 from once import once
 from warm import Process, environment
 
-from paceline.base.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, make_folder, read_journal
 
 STEPS = 30
 # Goes slowly until there is "gate".
@@ -115,6 +115,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(gone)
     else:
         gone.unlink()
+
+
+def test_a_folder_of_a_deleted_run_folder_is_private_with_it(tmp_path: Path) -> None:
+    """Also if it is what is written first, with the usual umask."""
+    for _ in range(2):
+        make_folder(tmp_path / "run" / "profiles" / "1")
+    assert [folder.stat().st_mode & 0o777 for folder in (tmp_path / "run", *(tmp_path / "run").glob("**/*"))] == [
+        0o700
+    ] * 3
 
 
 def delete(run: Running) -> None:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.base.journal import make_folder
+
 FOLDER = "profiles"  # in the run folder
 
 
@@ -57,7 +59,7 @@ class Profiles:
         path = profile_of(self._folder, self._asked, self._worker)
         half = path.with_name(f".{os.getpid()}.json.gz")
         with suppress(OSError):  # on a full disk only the profile is lost
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent)
             taken.export_chrome_trace(str(half))
             half.chmod(0o600)
             half.replace(path)
