@@ -18,7 +18,7 @@ from launching import paceline
 from once import once
 from warm import Process, environment
 
-from paceline.base.journal import effective_steps, make_folder, read_journal
+from paceline.base.journal import effective_steps, read_journal
 
 STEPS = 30
 # Goes slowly until there is "gate".
@@ -117,15 +117,6 @@ def remove(path: Path) -> None:
         gone.unlink()
 
 
-def test_a_folder_of_a_deleted_run_folder_is_private_with_it(tmp_path: Path) -> None:
-    """Also if it is what is written first, with the usual umask."""
-    for _ in range(2):
-        make_folder(tmp_path / "run" / "profiles" / "1")
-    assert [folder.stat().st_mode & 0o777 for folder in (tmp_path / "run", *(tmp_path / "run").glob("**/*"))] == [
-        0o700
-    ] * 3
-
-
 def delete(run: Running) -> None:
     remove(run.run)
 
@@ -134,7 +125,16 @@ def move(run: Running) -> None:
     run.run.rename(run.folder / "moved")
 
 
-@pytest.mark.parametrize("how", [delete, pytest.param(move, marks=pytest.mark.slow)])
+def create_another(run: Running) -> None:
+    """As logs and profiles do, with the usual mode, before the agent looks."""
+    other = run.folder / "another"
+    other.joinpath("logs").mkdir(parents=True)
+    other.chmod(0o755)
+    move(run)
+    other.rename(run.run)
+
+
+@pytest.mark.parametrize("how", [delete, create_another, pytest.param(move, marks=pytest.mark.slow)])
 def test_deleted_run_folder_is_created_again(begin: Begin, undisturbed: bytes, how: Callable[[Running], None]) -> None:
     run = begin()
     token = (run.run / "token").read_text()

@@ -322,15 +322,6 @@ def effective_steps(events: list[Event], kind: str = "step") -> list[Event]:
     return kept
 
 
-def make_folder(path: Path) -> None:
-    """Creates a folder in the run folder, mode 0700. So is the run folder itself, if it was deleted: the `mode` of
-    `Path.mkdir` does not hold for parents.
-    """
-    for each in (*reversed(path.parents), path):
-        if not each.is_dir():
-            each.mkdir(mode=0o700, exist_ok=True)
-
-
 def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a small file of the run folder, mode 0600, whole or not at all."""
     half = path.with_name(f".{path.name}")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.console import coloured, last_painted, without_colours
-from paceline.base.journal import make_folder
 from paceline.base.polling import wait_for
 from paceline.base.text import called, ranks
 from paceline.base.tracebacks import TRACEBACK
@@ -181,7 +180,7 @@ class Output:
 
 def _open_log(path: Path) -> int:
     """Opens a log to append to it; after the lines of an earlier start, a line marks the beginning of this one."""
-    make_folder(path.parent)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Non-blocking, in case the path is a pipe that no process reads.
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     os.set_blocking(log, True)

@@ -80,6 +80,7 @@ class RunFolder:
         lines, where = list[str](), short(self._folder)
         if gone := not _is_same(self._folder, self._held):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)  # whoever has written to it first has created it for everybody
             os.close(self._held)
             self._held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             then = "training continues, and the journal, token and logs are written there again"

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.base.journal import make_folder
-
 FOLDER = "profiles"  # in the run folder
 
 
@@ -59,7 +57,7 @@ class Profiles:
         path = profile_of(self._folder, self._asked, self._worker)
         half = path.with_name(f".{os.getpid()}.json.gz")
         with suppress(OSError):  # on a full disk only the profile is lost
-            make_folder(path.parent)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             taken.export_chrome_trace(str(half))
             half.chmod(0o600)
             half.replace(path)

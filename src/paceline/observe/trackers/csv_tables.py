@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.base.journal import make_folder
 from paceline.observe.trackers.tracker import LoggedRun, Tracker
 
 FOLDER = "csv"  # in the run folder
@@ -26,7 +25,7 @@ class CSVTables(Tracker):
     def begin(self, run: LoggedRun) -> str | None:
         """Opens the table, and reads which columns it has."""
         self._folder = Path(self.target) if self.target else run.folder / FOLDER
-        make_folder(self._folder)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._columns, self._row, self._start = ["step"], dict[str, Any](), 0
         with self._folder.joinpath("config.csv").open("a+", newline="") as file:
             file.seek(0)

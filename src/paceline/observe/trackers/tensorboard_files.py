@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.base.journal import make_folder
 from paceline.base.logger_names import check_installed
 from paceline.base.schema import read_file
 from paceline.observe.trackers.tracker import LoggedRun
@@ -108,7 +107,7 @@ class TensorBoard:
     def _open(self) -> BinaryIO:
         """Creates a file whose name sorts after those of the existing files, the order in which they are read."""
         assert self.folder is not None
-        make_folder(self.folder)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         matches = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
         number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in matches if earlier)])
         path = self.folder / f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}"
