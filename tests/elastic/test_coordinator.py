@@ -432,6 +432,16 @@ def back(play: Play, *agents: str) -> None:
         play.join(agent)
 
 
+def waits_for_the_first_host(play: Play) -> None:
+    """The restarted coordinator waits for it, says so, and goes on with its workers."""
+    late(play, "a")
+    said = "workers 0-1 have not reported to the restarted coordinator yet, and no other worker has the training state"
+    assert [text for _, text, _ in play.coordinator.lines] == [f"{said}: waiting"]
+    back(play, "a")
+    play.settle()
+    assert play.members == {0, 1}
+
+
 def test_late_agents_have_not_failed() -> None:
     """All of them: nobody else could go on. One is back first, and the others have their time from then on."""
     play = admitted()
@@ -470,24 +480,14 @@ def test_agents_without_the_state_wait_for_the_late_agent() -> None:
     play = admitted()
     for number in (2, 3, 4):
         happen(play, "kill", number)
-    late(play, "a")
-    said = "workers 0-1 have not reported to the restarted coordinator yet, and no other worker has the training state"
-    assert [text for _, text, _ in play.coordinator.lines] == [f"{said}: waiting"]
-    back(play, "a")
-    play.settle()
-    assert play.members == {0, 1}
+    waits_for_the_first_host(play)
     assert not play.coordinator.failing
 
 
 def test_newcomers_wait_for_the_late_agent_of_the_first_team() -> None:
     """It may have trained already."""
     play = Play()
-    late(play, "a")
-    said = "workers 0-1 have not reported to the restarted coordinator yet, and no other worker has the training state"
-    assert [text for _, text, _ in play.coordinator.lines] == [f"{said}: waiting"]
-    back(play, "a")
-    play.settle()
-    assert play.members == {0, 1}
+    waits_for_the_first_host(play)
     assert [said.life for said in play.workers["a"].values()] == [0, 0]
 
 

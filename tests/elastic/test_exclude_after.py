@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import until
 from clusters import Cluster, same, worker_of
 from clusters import cluster as cluster
 from clusters import undisturbed as undisturbed
@@ -242,9 +241,7 @@ def test_host_that_was_left_out_meanwhile_ends_with_the_reason(
     here.spread(1, 2, options=("--exclude-after", "1"))
     os.kill(here.agents[1].process.pid, signal.SIGSTOP)
     here.until(lambda: here.agents[0].events("excluded"))
-    (before,) = here.coordinators()
-    os.kill(before, signal.SIGKILL)
-    here.until(lambda: here.coordinators() not in ([], [before]))
+    here.restart_coordinator()
     os.kill(here.agents[1].process.pid, signal.SIGCONT)
     here.until(lambda: here.agents[1].process.poll() is not None)
     reason = (
@@ -266,9 +263,7 @@ def test_failures_before_a_restart_of_the_coordinator_count(
     os.kill(worker_of(here.agents[1].folder, 1), signal.SIGKILL)
     here.until(lambda: here.agents[0].events("host"))
     here.members(3)
-    (before,) = here.coordinators()
-    os.kill(before, signal.SIGKILL)
-    until(lambda: here.coordinators() not in ([], [before]))
+    here.restart_coordinator()
     here.members(3)
     os.kill(worker_of(here.agents[1].folder, 2), signal.SIGKILL)
     here.end(0, LEFT_OUT)

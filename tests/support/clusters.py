@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -160,6 +161,12 @@ class Cluster:
         """Process ids of the coordinators of this cluster."""
         ours = [one.info for one in processes() if one.info["cwd"] == str(self.folder)]
         return [info["pid"] for info in ours if "paceline.team.coordinator_server" in (info["cmdline"] or ())]
+
+    def restart_coordinator(self) -> None:
+        """Kills the coordinator, and waits for the one that its agent starts instead."""
+        (before,) = self.coordinators()
+        os.kill(before, signal.SIGKILL)
+        self.until(lambda: self.coordinators() not in ([], [before]))
 
     def go(self) -> None:
         self.gate.write_text("go\n")

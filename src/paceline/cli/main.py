@@ -145,7 +145,7 @@ def _run(
     if workers is None:
         workers = 0 if options["join"] and options["spares"] else 1
     launched = _launched(raw=raw, max_restarts=max_restarts, workers=workers, **options)
-    if "auto" in (launched.plan or "").split():
+    if launched.chooses_plan:
         from paceline.launch.auto import launch_with_chosen_plan
 
         return launch_with_chosen_plan(launched)

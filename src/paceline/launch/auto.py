@@ -110,12 +110,12 @@ class _Trials:
         given, workers = self._options, options.workers
         if workers <= given.workers:
             return rehearse(folder, options, order)
-        if self.epoch == given.epoch:
+        is_first, began = self.epoch == given.epoch, time.time()
+        if is_first:
             say(f"waiting for {plural(workers - given.workers, 'worker')} of other hosts ...")
         size = size_over_hosts(options.plan, given.workers, workers)
         options = replace(options, workers=given.workers, size=size, begin=workers, trial=tuple(order["trial"]))
         options = replace(options, listen=given.listen, port=self.port, epoch=self.epoch, token=self._token)
-        is_first, began = self.epoch == given.epoch, time.time()
         options = replace(options, on_listening=self._listens, max_time=None if is_first else LONGEST)
         try:
             code, answer = rehearse(folder, options, order)

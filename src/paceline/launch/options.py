@@ -139,6 +139,11 @@ class LaunchOptions:
     hosts: tuple[int, ...] = ()
 
     @property
+    def chooses_plan(self) -> bool:
+        """Whether the run begins with trials of plans (`auto`)."""
+        return "auto" in (self.plan or "").split()
+
+    @property
     def program(self) -> list[str]:
         """The command line of the interpreter: script or module, and arguments."""
         return [*(["-m", self.module] if self.module else [self.script]), *self.arguments]

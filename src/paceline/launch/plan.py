@@ -187,16 +187,14 @@ class Planning:
         tries those that are about as fast as the best of them once more.
         """
         for turn in range(1, self._question.tries + MOST + 1):
-            ready = [key for key, one in prospects.items() if one.fits and one.trial is None]
             done = sum(one.turn > 0 and one.fits and not one.is_refused for one in prospects.values())
-            if done >= self._question.tries or not ready:
-                ready = [key for key in ready if key == ALONE]
+            untried = [key for key, one in prospects.items() if one.fits and one.trial is None]
+            ready = [key for key in untried if key == ALONE or done < self._question.tries]
             if not ready or self._passed > self._limit:
                 break
-            fastest = min(ready, key=lambda key: prospects[key].seconds if key != ALONE else math.inf)
-            self._try_one(prospects, fastest, turn)
+            self._try_one(prospects, min(ready, key=lambda key: (key == ALONE, prospects[key].seconds)), turn)
             prospects |= corrected_by_trials(prospects, self._options.workers)
-        tried = [key for key, one in prospects.items() if one.trial is not None and one.trial.seconds]
+        tried = [key for key, one in prospects.items() if one.is_measured]
         least = min(prospects[key].step_seconds for key in tried)
         close = [key for key in tried if prospects[key].step_seconds <= CLOSE * least]
         for key in close if len(close) > 1 else ():

@@ -292,10 +292,9 @@ def corrected_by_trials(prospects: Mapping[str, Prospect], workers: int) -> dict
     others.
     """
     traits = {key: traits_of(one.plan, workers) for key, one in prospects.items() if one.workers == workers}
-    tried = [(key, prospects[key]) for key in traits if prospects[key].trial is not None]
+    measured = [(key, prospects[key]) for key in traits if prospects[key].is_measured]
     # The factors of trials refer to what was predicted before all of them.
-    trials = [(traits[key], one.step_seconds * one.correction / one.seconds) for key, one in tried if one.is_measured]
-    corrections = Corrections(trials)
+    corrections = Corrections((traits[key], one.step_seconds * one.correction / one.seconds) for key, one in measured)
     return {
         key: one.corrected(corrections.factor(traits[key])) if key in traits and one.trial is None else one
         for key, one in prospects.items()

@@ -104,7 +104,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
 
 
 def _launch(options: LaunchOptions) -> int:
-    if "auto" not in (options.plan or "").split():
+    if not options.chooses_plan:
         return launch(options)
     from paceline.launch.auto import launch_with_chosen_plan  # not with every run
 
