@@ -156,7 +156,7 @@ def batches_of(part: Any) -> Iterator[Any]:
 
 
 class Parts(IterableDataset[Any]):
-    """Batches of the parts of a table in random order, of which each loader process reads its share."""
+    """Reads the parts of a table in random order, batch by batch. Each loader process reads some of the parts."""
 
     def __init__(self, read: Callable[[int], Any], count: int) -> None:
         self.read, self.count = read, count
