@@ -92,6 +92,8 @@ def test_descriptions_can_be_printed(folder):
     assert sum(block["parameters"] for block in described["model"]["blocks"]) == 10 * 16 + 16 + 16 * 4 + 4
     assert described["machine"]["measured"]
     assert described["machine"]["links"][0]["bandwidth"] > 0
+    assert described["model"]["update"] > 0
+    assert described["model"]["divided"]["2 1"] > 1  # layers of 16 columns gain nothing
 
 
 @pytest.mark.slow

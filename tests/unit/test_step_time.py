@@ -17,7 +17,7 @@ from examples import examples
 from paceline.errors import PlanError, UsageError
 from paceline.parallel.pipeline.schedule import simulate, table
 from paceline.plan import Plan
-from paceline.planner.compute_time import interpolated
+from paceline.planner.compute_time import calibrated, interpolated
 from paceline.planner.decoders import DecoderShape, decoder
 from paceline.planner.descriptions import BlockDescription, LinkDescription, MachineDescription, ModelDescription
 from paceline.planner.links import Links, Peers
@@ -163,6 +163,44 @@ def test_measured_seconds_of_blocks_are_used_as_they_are():
     for one_by_one in ("exact", "shard=2 zero=3", "pipeline=2"):  # they compute micro-batches one by one
         predicted = step_time(Plan.parse(f"{one_by_one} micro=1"), merged, cpu, 2)
         assert predicted.computing == pytest.approx(8 * 4 * 0.5)
+
+
+def test_blocks_take_the_seconds_of_rows_that_a_trial_has_measured():
+    """Eight rows took twice as long as the probe said, and 16 rows as long; two rows are corrected as eight are."""
+    blocks = tuple(BlockDescription(str(n), 100, seconds={"2": 1.0, "8": 4.0, "16": 7.0}) for n in range(2))
+    model = ModelDescription("", blocks, global_batch=16)
+    measured = calibrated(model, {"8": 2.0, "16": 14 / 16})
+    assert [block.seconds for block in measured.blocks] == [{"2": 2.0, "8": 8.0, "16": 7.0}] * 2
+    assert calibrated(model, {}) == model
+
+
+def test_measured_updates_and_divided_layers_are_used_as_they_are():
+    blocks = (BlockDescription("", 1000, seconds={"8": 3.0}),)
+    model = ModelDescription("", blocks, global_batch=8, update=1e-3, divided={"2 1": 1.5})
+    machine = MachineDescription("", {"fp32": 1e9}, 1e9, memory_bandwidth=1e9)
+    whole, half = (step_time(Plan.parse(plan), model, machine, n) for plan, n in (("data=1", 1), ("tensor=2", 2)))
+    assert (whole.computing, whole.update) == pytest.approx((3.0, 1.0))
+    assert (half.computing, half.update) == pytest.approx((1.5 * 3.0 / 2, 0.5))
+
+
+def test_shards_are_copied_once_with_zero_1_and_twice_with_zero_2():
+    blocks = (BlockDescription("", 1000, seconds={"8": 3.0}),)
+    model = ModelDescription("", blocks, global_batch=8, element_size=4.0)
+    machine = MachineDescription("", {"fp32": 1e9}, 1e9, 1e3, (LinkDescription("", 0, 1e12),), exposed=1.0, copies=2.0)
+    for zero, copies in ((1, 1), (2, 2)):
+        parts = step_time(Plan.parse(f"shard=2 zero={zero} micro=4"), model, machine, 2)
+        assert (parts.sums, parts.gathers) == pytest.approx((copies * 2 * 4.0, copies * 2 * 4.0))
+
+
+def test_memory_has_room_for_the_larger_size_with_which_merging_is_compared():
+    seconds = {"1": 1.0, "2": 1.5, "4": 4.0, "8": 9.0}
+    blocks = (BlockDescription("", 1000, saved=100.0, seconds=seconds),)
+    model = ModelDescription("", blocks, global_batch=8, merges=True)
+    machine = MachineDescription("", {"fp32": 1e9}, 1e9, 1e9)
+    activations = [
+        worker_memory(Plan.parse("micro=1"), model, machine, 1, together=together).activations for together in (0, 2, 8)
+    ]
+    assert activations == [400.0, 200.0, 800.0]
 
 
 def test_a_pipeline_has_the_bubble_of_its_schedule_and_latency_at_each_hop():

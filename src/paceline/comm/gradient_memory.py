@@ -81,8 +81,9 @@ def counted_grads(params: Sequence[Parameter], counted: Sequence[Sequence[Block]
 
 
 def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of each gradient, as one tensor, of float32 for gradients of 16 bits; a zero if there are none."""
+    """The norm of each gradient, as one tensor, of float32 if some have 16 bits; a zero if there are none."""
     if not gradients:
         return torch.zeros(1, dtype=torch.float64)
-    dtype = torch.float32 if all(grad.dtype in (torch.bfloat16, torch.float16) for grad in gradients) else None
+    sizes = {grad.element_size() for grad in gradients}
+    dtype = (torch.float64 if 8 in sizes else torch.float32) if 2 in sizes else None  # norms of 16 bits are too coarse
     return torch.stack(torch._foreach_norm(gradients, dtype=dtype))

@@ -49,6 +49,11 @@ class MergePolicy:
         """Whether micro-batches may be merged, which does not change the result."""
         return self._verdict == "merge" and not self._never
 
+    @property
+    def row_seconds(self) -> dict[int, float]:
+        """The seconds of a row by the number of micro-batches in a chunk, of the sizes that were compared last."""
+        return dict(self._levels)
+
     def learn(self, sums: StepSums, agreed: Agreed, seconds: float, rows: int, share: int) -> Decision | None:
         """Learns from a step: its observations, and its `seconds` for `rows` rows, in `share` local micro-batches.
 

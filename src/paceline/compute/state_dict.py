@@ -131,15 +131,22 @@ def probe_state(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     probe.grad = torch.zeros_like(probe)
     try:
         with torch.random.fork_rng(devices=[]):  # it may draw
-            # A class may have defaults of its base that it does not take as arguments, as AdamW has.
-            taken = inspect.signature(type(optimizer)).parameters
-            takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-            options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in taken}
-            made = type(optimizer)([probe], **options)
+            made = optimizer_like(optimizer, [probe])
             made.step()
     except PROBE_ERRORS:  # the class needs other arguments
         return None
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
+
+
+def optimizer_like(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
+    """Returns an optimizer of the same class and options for other parameters. Raises an error of `PROBE_ERRORS` if the
+    class needs other arguments.
+    """
+    # A class may have defaults of its base that it does not take as arguments, as AdamW has.
+    taken = inspect.signature(type(optimizer)).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in taken}
+    return type(optimizer)(params, **options)
 
 
 def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec]) -> None:

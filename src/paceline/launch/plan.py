@@ -115,7 +115,7 @@ class Planning:
             self._drop_refused(prospects, refused)
             self._remember(prospects, base, model)
         ranking, error = ranked(prospects.values()), self._history.error()
-        return Answer(model, machine, ranking, refused, self._passed, base, left if is_short else None, error)
+        return Answer(predictor.model, machine, ranking, refused, self._passed, base, left if is_short else None, error)
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
         question = self._question

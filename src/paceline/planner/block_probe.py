@@ -57,6 +57,12 @@ class BlockProbe:
         self._seen: dict[int, Any] = {}  # storages that are counted, by identity
         self.figures: list[BlockFigures] = []
 
+    def largest_block(self) -> list[nn.Parameter]:
+        """Returns the parameters of the block that has most elements."""
+        params = dict(self._job.model.named_parameters())
+        blocks = [[params[name] for name in names] for names in self._names_of_blocks]
+        return max(blocks, key=lambda block: sum(param.numel() for param in block))
+
     def run(self, chunk: Chunk, counts_bytes: bool = False) -> list[BlockFigures]:
         """Computes a chunk forward and backward. Returns the seconds of each block, and the bytes if `counts_bytes`,
         which takes time.

@@ -14,6 +14,7 @@ from paceline.base.text import duration, first_few, plural, size_of
 from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
+from paceline.planner.compute_time import calibrated
 from paceline.planner.corrections import Corrections, traits_of
 from paceline.planner.descriptions import (
     MachineDescription,
@@ -148,13 +149,13 @@ class Predictor:
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
-            self._floor = max(base.peaks) - self._most(plan, base.workers)
+            self._floor = max(base.peaks) - self._most(plan, base.workers, base.together)
 
     def corrected(self, base: TrialResult) -> Predictor:
         """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged, and
         how fast links between hosts are.
         """
-        model = msgspec.structs.replace(self.model, merges=base.merges)
+        model = calibrated(msgspec.structs.replace(self.model, merges=base.merges), base.row_seconds)
         machine = self.machine if base.link is None else self.machine.between_hosts(*base.link)
         return Predictor(model, machine, self._probed, self._history, self._room, base)
 
@@ -171,9 +172,11 @@ class Predictor:
     def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
         return self._probed.plans.get(str(plan), ())
 
-    def _most(self, plan: Plan, workers: int) -> float:
-        """Returns the bytes of all tensors, when there are most of them, of the worker that needs most."""
-        memory = worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan))
+    def _most(self, plan: Plan, workers: int, together: int = 0) -> float:
+        """Returns the bytes of all tensors, when there are most of them, of the worker that needs most; `together` are
+        the rows that it computed together at most, if that is known.
+        """
+        memory = worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan), together=together)
         kept = memory.parameters + memory.gradients + memory.optimizer
         # Weights and states are copied into flat tensors, to be compared between workers.
         flats = 2 * min(FLAT, max(memory.parameters, memory.optimizer)) if workers > 1 else 0.0

@@ -8,8 +8,12 @@ matrices are slower: their rate is halved at a width of `half_width`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from math import log2
 
-from paceline.planner.descriptions import BlockDescription, MachineDescription
+from msgspec.structs import replace
+
+from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription
 from paceline.planner.workload import Stage, Workload
 
 BACKWARDS = 2.0  # times of a forward that a backward takes
@@ -45,9 +49,18 @@ class ComputeTime:
         best = min(sizes, key=lambda rows: self.forward(blocks, rows) / rows)
         return best, micro * forwards / best
 
+    def most_together(self) -> int:
+        """Returns how many rows are computed together at most: a worker also tries more of them than are fastest."""
+        rows, _ = self.rows_together()
+        workload = self._workload
+        if workload.plan.one_by_one or not self._model.merges:
+            return rows
+        return min(2 * rows, workload.micro * workload.forwards)
+
     def _block(self, block: BlockDescription, rows: int) -> float:
         if block.seconds:
-            return interpolated(block.seconds, rows) / (1 + BACKWARDS) / (self._tensor * self._context)
+            uneven = self._model.divided.get(f"{self._tensor} {self._context}", 1.0)
+            return uneven * interpolated(block.seconds, rows) / (1 + BACKWARDS) / (self._tensor * self._context)
         machine, share = self._machine, rows / self._context
         peak = peak_at(machine, block.precision or self._precision)
         matmul = block.matmul * share / self._tensor / (peak * machine.efficiency * self._narrowness(share))
@@ -71,6 +84,30 @@ class ComputeTime:
         undivided = block.undivided / (self._tensor if self._model.sequence_parallel else 1)
         scale = self._workload.activation_scale * rows / self._context
         return scale * (divided / self._tensor + undivided)
+
+
+def calibrated(model: ModelDescription, row_seconds: Mapping[str, float]) -> ModelDescription:
+    """Returns a description whose blocks together take the measured seconds of a row, by the rows that are computed
+    together. Other numbers of rows are corrected as the nearest one that was measured. A probe, which computes a block
+    forward and at once backward, has the block's weights in the cache.
+    """
+    blocks, times = [(block, block.count) for block in model.blocks], dict[int, float]()
+    if not all(block.seconds for block, _ in blocks):
+        return model
+    for rows, seconds in row_seconds.items():
+        probed = sum(count * interpolated(block.seconds, int(rows)) for block, count in blocks)
+        times[int(rows)] = seconds * int(rows) / probed
+    if not times:
+        return model
+
+    def corrected(rows: str, seconds: float) -> float:
+        return seconds * times[min(times, key=lambda measured: abs(log2(measured / int(rows))))]
+
+    made = [
+        replace(block, seconds={rows: corrected(rows, seconds) for rows, seconds in block.seconds.items()})
+        for block in model.blocks
+    ]
+    return replace(model, blocks=tuple(made))
 
 
 def peak_at(machine: MachineDescription, precision: str) -> float:

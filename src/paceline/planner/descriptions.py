@@ -74,6 +74,10 @@ class ModelDescription(Description, frozen=True):
     element_size: Amount = 4.0  # bytes of a parameter
     gradient_size: Amount = 0.0  # bytes of a gradient's element; 0: as many as a parameter has
     state: Amount = 2.0  # bytes of optimizer state for each byte of parameters
+    # Measured seconds of a forward and backward relative to an even division among workers: how many divide layers
+    # (tensor=), and sequences (context=), as "2 1".
+    divided: dict[str, Amount] = {}
+    update: Amount = 0.0  # measured seconds in which the optimizer updates an element; 0: those of its memory traffic
     precision: str = ""  # of matrix products: fp32, bf16 or fp8; "": what the plan says, or the size of an element
     merges: bool = False  # whether micro-batches may be computed together: no random numbers, a loss that is a sum
     sequence_parallel: bool = False  # tensor= divides all activations (Korthikanti et al., 2022)
@@ -86,7 +90,7 @@ class ModelDescription(Description, frozen=True):
     def without_seconds(self) -> ModelDescription:
         """Returns this description without what was measured on one kind of machine."""
         blocks = tuple(msgspec.structs.replace(block, seconds={}) for block in self.blocks)
-        return msgspec.structs.replace(self, blocks=blocks)
+        return msgspec.structs.replace(self, blocks=blocks, divided={}, update=0.0)
 
     def with_load(self, times: float, longer: float) -> ModelDescription:
         """Returns this description if blocks take so many times as long, and rows are `longer` by this factor."""
@@ -98,7 +102,7 @@ class ModelDescription(Description, frozen=True):
             )
             for block in self.blocks
         )
-        return msgspec.structs.replace(self, blocks=blocks)
+        return msgspec.structs.replace(self, blocks=blocks, update=times * self.update)
 
     @property
     def block_count(self) -> int:
@@ -142,6 +146,7 @@ class MachineDescription(Description, frozen=True):
     attention_rate: Amount = 1.0  # speed of attention as a part of that of a product
     launch: Amount = 0.0  # seconds that each operation costs
     memory_passes: Amount = 0.0  # times that a forward reads or writes the activations that it saves
+    copies: Amount = 0.0  # times that a copy for a gather or reduce-scatter (ZeRO) reads or writes all of its bytes
     # Parts of the time of messages that computing does not hide, even where it takes longer than they do: of sums and
     # gathers of parameters, and of messages inside layers (tensor=, context=, expert=).
     exposed: Amount = 0.2
@@ -241,6 +246,8 @@ class TrialResult(Description, frozen=True):
     busy: tuple[Amount, ...] = ()  # seconds of a step in which each worker did not wait for other workers
     total: Count = 0  # steps of the script's first loop, if they are known
     merges: bool = False  # whether micro-batches may be merged, so that their size does not change the result
+    row_seconds: dict[str, Amount] = {}  # of a row's forward and backward on worker 0, by the rows computed together
+    together: Count = 0  # rows that a worker computed together at most
     link: tuple[Amount, Amount] | None = None  # bytes a second, and seconds one way, of the slowest between hosts
     refused: str = ""  # why the plan cannot be used
 

@@ -20,6 +20,7 @@ from paceline.compute.blocks import blocks_of, summarize_blocks
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import MicroBatch
 from paceline.compute.model_flops import copied
+from paceline.errors import UsageError
 from paceline.parallel.cost_model import Facts
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import StagePartition, divide
@@ -29,7 +30,7 @@ from paceline.parallel.plan_cost import cost, facts_of
 from paceline.plan import Plan
 from paceline.planner.block_probe import BlockFigures
 from paceline.planner.descriptions import WorkerBytes
-from paceline.planner.dry_run import CountingGroup, Messages, count_messages
+from paceline.planner.dry_run import CountingGroup, Messages, count_messages, time_forward_backward
 
 _INSIDE = "tensor", "context", "recompute", "tiles", "precision"  # words on which messages inside blocks depend
 
@@ -122,6 +123,22 @@ class Division:
             return ((summarize_blocks(blocks_of(self._job.model)), len(self._names)),)
         stages = self.stages(plan, mesh)
         return tuple((stages.describe(stage), len(stages.blocks_of(stage))) for stage in range(stages.count))
+
+    def seconds_of(self, tensor: int, context: int) -> float:
+        """Returns the seconds in which a worker computes a forward and backward of the micro-batch with layers and
+        sequences that are divided so; 0 if that is refused or fails. Parameters get memory and values meanwhile.
+        """
+        kind = Plan(tensor=tensor, context=context)
+        try:
+            with refusing_collectives():
+                job = self._without_values(kind, Counter())
+                for param in job.model.parameters():
+                    param.data = torch.full(param.shape, 0.01, dtype=param.dtype, device=param.device)
+                for module in job.model.modules():
+                    module._buffers.update({name: x if x is None else x.clone() for name, x in module._buffers.items()})
+                return time_forward_backward(job, self._micro_batch)
+        except (UsageError, *USERS_OWN):
+            return 0.0
 
     # -- what is held -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""Runs a micro-batch through divided layers on one worker and on tensors without values. Messages are only counted.
+"""Runs a micro-batch through divided layers on one worker, with messages that are only counted.
 
-So the bytes that `tensor=` and `context=` send are known before any worker sends them, with the code that sends them.
+On tensors without values, this shows the bytes that `tensor=` and `context=` send, before any worker sends them and
+with the code that sends them. On values it shows the time of divided layers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from paceline.comm.user_collectives import refusing
 from paceline.compute.microbatches import MicroBatch
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.sharded_mode import placement_of, tensors_in
+from paceline.planner.block_probe import time_on
+
+TRIES = 2  # of a measured forward and backward
 
 
 @dataclass
@@ -155,3 +159,17 @@ def count_messages(job: ParallelJob, micro_batch: MicroBatch, names: Sequence[st
         for hook in hooks:
             hook.remove()
     return counts
+
+
+def time_forward_backward(job: ParallelJob, micro_batch: MicroBatch) -> float:
+    """Returns the seconds of a forward and backward of a divided job on values: the fastest of some tries."""
+    params, seconds = [param for param in job.model.parameters() if param.requires_grad], list[float]()
+    with refusing("a forward of the planner"), torch.enable_grad():
+        for _ in range(1 + TRIES):  # the first one finds out where shards are
+            began = time_on(job.device)
+            with job.autocast():
+                result = job.loss(job.forward(job.model, micro_batch.batch), micro_batch.batch)
+            total = result[0] if isinstance(result, tuple) else result
+            torch.autograd.grad(total, params, torch.ones_like(total), allow_unused=True)
+            seconds.append(time_on(job.device) - began)
+    return min(seconds[1:])

@@ -42,20 +42,22 @@ def worker_memory(
     workers: int,
     axes: Sequence[str] = AXES,
     held: Sequence[WorkerBytes] = (),
+    together: int = 0,
 ) -> WorkerMemory:
     """Returns the memory of the worker that needs most. `held` are the bytes of parameters, gradients and optimizer
-    state at each position of the pipeline, where they are known better than from the description of the model. Raises
-    PlanError if the plan does not fit the workers.
+    state at each position of the pipeline, where they are known better than from the description of the model, and
+    `together` the rows that are computed together at most, if they are known. Raises PlanError if the plan does not fit
+    the workers.
     """
     workload = Workload(plan.validate(workers), model, workers, axes)
-    by_worker = [_of_worker(workload, machine, worker) for worker in range(workload.mesh.pipeline)]
+    by_worker = [_of_worker(workload, machine, worker, together) for worker in range(workload.mesh.pipeline)]
     for worker, known in enumerate(held):
         kinds = {kind: float(getattr(known, kind)) for kind in ("parameters", "gradients", "optimizer")}
         by_worker[worker] = replace(by_worker[worker], **kinds)
     return max(by_worker, key=lambda memory: memory.total)
 
 
-def _of_worker(workload: Workload, machine: MachineDescription, worker: int) -> WorkerMemory:
+def _of_worker(workload: Workload, machine: MachineDescription, worker: int, together: int) -> WorkerMemory:
     """Returns the memory of the worker at this position of the pipeline, from the description of the model."""
     plan, model, blocks = workload.plan, workload.model, workload.blocks_of(worker)
     elements, shards = workload.parameters(blocks), workload.mesh.shard if plan.zero else 1
@@ -72,7 +74,7 @@ def _of_worker(workload: Workload, machine: MachineDescription, worker: int) -> 
         parameters += 3 * sharded * model.element_size
         optimizer = 2 * optimizer + momentum
     compute = ComputeTime(workload, machine)
-    rows, _ = compute.rows_together()
+    rows = together or compute.most_together()
     backward = max((compute.saved(block, rows) for block, _ in blocks), default=0.0)
     activations = _in_flight(workload, worker) * _kept(workload, compute, blocks, rows)
     # Of recomputed blocks, one at a time has all of its activations.

@@ -208,6 +208,7 @@ class Outlook(Description, frozen=True):
         tried = [(one.plan, one.workers, one.step_seconds) for one in answer.prospects if one.trial is not None]
         ratios = {str(plan): taken / step_time(plan, model, machine, n).total for plan, n, taken in tried}
         script = Plan.parse(base.plan).validate(base.workers)
+        held = worker_memory(script, model, machine, base.workers, together=base.together).total
         return Outlook(
             words_of(best.plan),
             best.workers,
@@ -220,7 +221,7 @@ class Outlook(Description, frozen=True):
             base.step_seconds / step_time(script, model, machine, base.workers).total,
             ratios,
             best.trial.busy if best.trial is not None else (),
-            floor=max(0.0, max(base.peaks) - worker_memory(script, model, machine, base.workers).total),
+            floor=max(0.0, max(base.peaks) - held),
             memory=best.memory,
             refused=tuple(answer.refused),
         )

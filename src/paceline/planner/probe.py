@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from paceline.comm.communicator import Group, refusing_collectives
 from paceline.compute.blocks import blocks_of
 from paceline.compute.microbatches import Chunk, MicroBatch, join, name_of, tensors_of
-from paceline.compute.state_dict import kept_for_each
+from paceline.compute.state_dict import PROBE_ERRORS, kept_for_each, optimizer_like
 from paceline.parallel.pipeline.partition import StagePartition
 from paceline.planner.block_probe import BlockFigures, BlockProbe, time_on
 from paceline.planner.descriptions import BlockDescription, LinkDescription, MachineDescription, ModelDescription
@@ -48,6 +49,7 @@ class ModelProbe:
         with context.streams.preserved():
             self._counted = probe.run(Chunk([self.sample], self.sample.batch), counts_bytes=True)
             self._seconds = _seconds(probe, micro_batches, group)
+            self._update = _update_seconds(probe, context, group)
 
     def describe(self) -> ModelDescription:
         """Returns the description of the model."""
@@ -83,7 +85,28 @@ class ModelProbe:
             key_value_heads=_attribute(job.model, _KEY_VALUE_HEADS),
             element_size=sum(sizes) / max(1, len(sizes)),
             state=kept_for_each(job.optimizers),
+            update=self._update,
         )
+
+    def with_divided(
+        self, model: ModelDescription, division: Division, kinds: Sequence[tuple[int, int]], room: float, group: Group
+    ) -> ModelDescription:
+        """Returns the description of the model with the seconds of divided layers, for each pair of the workers that
+        divide layers and those that divide sequences. A worker may take `room` bytes. Collective.
+        """
+        divided, device, began = dict[str, float](), self._context.job.device, time.perf_counter()
+        even = sum(block.seconds.get(str(self.sample.rows), 0.0) for block in model.blocks)
+        needed = 4 * model.parameters * model.element_size  # with gradients, twice
+        for tensor, sequence in kinds:
+            late = max(group.gather_json(time.perf_counter() - began)) > PATIENCE
+            free = min(group.gather_json((room or room_of_worker(device, group.size)) - memory_now(device)))
+            if late or not even or free < needed / tensor:
+                continue
+            with self._context.streams.preserved():
+                taken = min(group.gather_json(division.seconds_of(tensor, sequence)))
+            if taken:
+                divided[f"{tensor} {sequence}"] = taken * tensor * sequence / even
+        return msgspec.structs.replace(model, divided=divided)
 
     def division(self) -> Division:
         """Returns the model as plans divide it."""
@@ -107,6 +130,33 @@ def _seconds(probe: BlockProbe, micro_batches: Sequence[MicroBatch], group: Grou
         if max(group.gather_json(time.perf_counter() - began)) > PATIENCE:
             break
     return seconds
+
+
+def _update_seconds(probe: BlockProbe, context: StepContext, group: Group) -> float:
+    """Returns the seconds in which the optimizer updates an element, from updates of parameters like those of a block;
+    0 if it cannot be made for these. Collective.
+    """
+    job = context.job
+    optimizer = max(job.optimizers, key=lambda one: sum(p.numel() for g in one.param_groups for p in g["params"]))
+    params = [_like(param) for param in probe.largest_block() if param.requires_grad]
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+    try:
+        made = optimizer_like(optimizer, params)
+        made.step()
+    except PROBE_ERRORS:
+        made = None
+    if not params or not all(group.gather_json(made is not None)):
+        return 0.0
+    assert made is not None
+    return _fastest(made.step, job.device, group) / sum(param.numel() for param in params)
+
+
+def _like(param: nn.Parameter) -> nn.Parameter:
+    """Returns a parameter of ones like this one, or like its first rows if it is large."""
+    rows = max(1, COPIED[0] * param.shape[0] // param.numel()) if param.numel() > COPIED[0] else None
+    shape = param.shape if rows is None else (min(rows, param.shape[0]), *param.shape[1:])
+    return nn.Parameter(torch.ones(shape, dtype=param.dtype, device=param.device))
 
 
 def _forward_flops(context: StepContext, sample: MicroBatch) -> float:
@@ -168,6 +218,7 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         2 * long.nbytes / copy,
         links,
         exposed=1.0 if device.type == "cpu" else 0.2,  # on a CPU, sums take time from the cores that compute
+        copies=2.0,
         workers_per_host=group.size,
         measured=True,
     )

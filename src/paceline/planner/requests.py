@@ -68,6 +68,8 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
         made, _ = candidates(workers, model, script, kept, allowed, True, request.hosts)
         plans = [(plan, workers) for plan in made] + [(without_layout(script).validate(1), 1)]
     sizes, refused = _bytes_of(plans, division, group)
+    usable = {(plan.tensor or 1, plan.context or 1) for plan, _ in plans if str(plan) in sizes}
+    model = probe.with_divided(model, division, sorted(usable - {(1, 1)}), request.memory, group)
     asked = [plan for plan, _ in plans if str(plan) in sizes] if request.plans else []
     return ProbeResult(
         str(script),

@@ -167,10 +167,11 @@ class _Prediction:
             return self._servers(parameters), 0.0
         backward = sum(chunk.backwards for chunk in self._chunks)
         if plan.zero not in (2, 3):
-            shards = self._workload.peers("shard")
-            scatter = self._links.gather(parameters * self._workload.gradient_size, shards) if plan.zero else 0.0
-            sums = self._hidden(scatter + self._outer_sum(), backward) + self._merges(size)
-            return sums, self._links.gather(size, shards) if plan.zero else 0.0
+            scatter, gather = 0.0, 0.0
+            if plan.zero:
+                scatter = self._by_shard(parameters * self._workload.gradient_size, copies=1)
+                gather = self._by_shard(size, copies=1)
+            return self._hidden(scatter + self._outer_sum(), backward) + self._merges(size), gather
         forward = sum(chunk.forwards for chunk in self._chunks)
         gather, scatter = (self._by_block(element) for element in (element_size, self._workload.gradient_size))
         # Zero 2 gathers once a step, zero 3 for each forward and backward; gradients are scattered in each backward.
@@ -183,12 +184,19 @@ class _Prediction:
 
     def _by_block(self, element_size: float) -> float:
         """Returns the seconds in which shards of the parameters, or of gradients, travel block by block."""
-        shards, workload = self._workload.peers("shard"), self._workload
+        workload = self._workload
         seconds = (
-            count * self._links.gather(workload.parameters_of(block) * element_size, shards)
+            count * self._by_shard(workload.parameters_of(block) * element_size, copies=2)
             for block, count in self._blocks
         )
         return sum(seconds)
+
+    def _by_shard(self, size: float, copies: int) -> float:
+        """Returns the seconds of a gather or a reduce-scatter among shards, for which `size` bytes are copied so many
+        times.
+        """
+        copying = copies * self._machine.copies * size / self._machine.memory_bandwidth
+        return self._links.gather(size, self._workload.peers("shard")) + copying
 
     def _hidden(self, messages: float, window: float) -> float:
         """Returns the seconds of messages that show, if the worker computes for `window` seconds meanwhile."""
@@ -252,4 +260,4 @@ class _Prediction:
     def _updated(self, parameters: float) -> float:
         """Returns the seconds in which an optimizer reads gradients, and reads and writes parameters and its state."""
         moved = 2 * (1 + self._model.state) * self._model.element_size + self._workload.gradient_size
-        return parameters * moved / self._machine.memory_bandwidth
+        return parameters * (self._model.update or moved / self._machine.memory_bandwidth)

@@ -33,6 +33,7 @@ class Trial:
         self._sent_before: dict[str, float] = {}
         self._ended = time.perf_counter()
         self._passed = 0.0
+        self._together = 0  # rows
         self._busy: list[float] = []  # seconds of each step in which this worker did not wait for others
         self._waited = HEARTBEAT.all_waited
         self._total = 0  # steps of the loop
@@ -45,6 +46,8 @@ class Trial:
         self._seconds.append(taken)
         waited, self._waited = HEARTBEAT.all_waited - self._waited, HEARTBEAT.all_waited
         self._busy.append(max(0.0, taken - waited / step.steps))
+        if share := step.batch.share:
+            self._together = max(self._together, min(step.options.merge, len(share)) * max(m.rows for m in share))
         for part, seconds in step.spent.items():
             self._parts[part] = self._parts.get(part, 0.0) + seconds
         loops = self._context.run.script.loops
@@ -82,6 +85,11 @@ class Trial:
         links = self._context.run.team.group.links
         return (min(link.rate for link in links), max(link.latency for link in links)) if links else None
 
+    def _row_seconds(self, step: Step) -> dict[str, float]:
+        """Returns the seconds of a row by the rows that were computed together, where several numbers were compared."""
+        share = step.batch.share
+        return {str(size * share[0].rows): s for size, s in self._context.merging.row_seconds.items()} if share else {}
+
     def _sent(self) -> dict[str, float]:
         return self._context.reporter.traffic.of(self._context.trainer)
 
@@ -91,7 +99,8 @@ class Trial:
         group = context.run.team.group
         sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
         group.declare("the figures of a trial", kind="figures")
-        peaks, each_busy = zip(*group.gather_json([peak_memory(context.job.device), usual(self._busy)]), strict=True)
+        measured = [peak_memory(context.job.device), usual(self._busy), self._together]
+        peaks, each_busy, together = zip(*group.gather_json(measured), strict=True)
         return TrialResult(
             str(replace(context.plan, data=None).validate(group.size)),  # workers may have come since it began
             group.size,
@@ -103,5 +112,7 @@ class Trial:
             each_busy,
             self._total,
             context.merging.may_merge,
+            self._row_seconds(step),
+            max(together),
             self._link(),
         )

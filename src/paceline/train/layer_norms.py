@@ -10,6 +10,7 @@ import torch
 
 from paceline.base.sharding import Block
 from paceline.comm.communicator import Group
+from paceline.comm.gradient_memory import norms_of
 
 if TYPE_CHECKING:
     from paceline.train.replica import Replica
@@ -30,8 +31,9 @@ class LayerNorms(NamedTuple):
 def layer_norms(replica: Replica, group: Group) -> list[dict[str, float]]:
     """Returns the fields of `LayerNorms`, the same on all workers of the `group`. Collective.
 
-    Each element of a parameter is counted by one worker of a replica, and squares are added in float64. A worker that
-    took over another one's state has no gradients: those of another replica are used, or none if all have such workers.
+    Each element of a parameter is counted by one worker of a replica, and the squares of parts are added in float64. A
+    worker that took over another one's state has no gradients: those of another replica are used, or none if all have
+    such workers.
     """
     group.declare("layer_norms()", kind="layer_norms()")
     parts: list[tuple[bool, Squares]] = group.gather_json([replica.updater.has_gradients, _local_squares(replica)])
@@ -62,12 +64,12 @@ def _rows(replica: Replica) -> dict[str, torch.nn.Parameter]:
 
 
 def _norms_of(replica: Replica, tensors: Mapping[str, torch.Tensor]) -> Norms:
-    """The norms of the parts of tensors that this worker counts, in float64; `tensors` are like its rows."""
+    """The norms of the parts of tensors that this worker counts, as float64; `tensors` are like its rows."""
     counted: dict[str, Sequence[Block]] = {}
     if replica.counted is not None:  # of the dense parameters, which come first
         counted = dict(zip(replica.job.local_params, replica.counted, strict=False))
     parts = [(name, part) for name, tensor in tensors.items() for part in _parts(tensor, counted.get(name))]
-    norms = torch._foreach_norm([part for _, part in parts], dtype=torch.float64) if parts else ()
+    norms = norms_of([part for _, part in parts]).double().unbind() if parts else ()
     made: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
     for (name, _), norm in zip(parts, norms, strict=True):
         made[name].append(norm)
