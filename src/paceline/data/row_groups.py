@@ -62,10 +62,20 @@ class RowGroups:
 
         Groups come in the order of their first rows in `rows`, which are numbered from 0.
         """
+        if not len(rows):
+            return
+        group = bisect_right(self._starts, int(rows.min())) - 1
+        if rows.max() < self._starts[group + 1]:  # as with the order by groups
+            yield group, rows - self._starts[group], np.arange(len(rows))
+            return
         groups = self._edges.searchsorted(rows, "right") - 1
-        for group in (touched := dict.fromkeys(groups.tolist())):
-            numbers = np.flatnonzero(groups == group) if len(touched) > 1 else np.arange(len(rows))
+        for group in dict.fromkeys(groups.tolist()):
+            numbers = np.flatnonzero(groups == group)
             yield group, rows[numbers] - self._starts[group], numbers
+
+    def keeps(self, group: int) -> bool:
+        """Whether a group is in memory."""
+        return group in self._kept
 
     def take(self, group: int, read: Callable[[int], tuple[int, Any]]) -> Any:
         """Returns a group from memory, or what ``read(group)`` returns after the number of its bytes."""
@@ -105,7 +115,8 @@ class RowGroups:
         positions = position.numpy()  # numpy's masks need no threads
         turns, rows = np.searchsorted(starts, positions, "right") - 1, np.empty_like(positions)
         for turn in np.unique(turns).tolist():
-            rows[turns == turn] = shuffled(turn, from_numpy(positions[turns == turn])).numpy()
+            is_of_group = turns == turn
+            rows[is_of_group] = shuffled(turn, from_numpy(positions[is_of_group])).numpy()
         return from_numpy(rows)
 
 
