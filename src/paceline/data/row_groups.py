@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.order import sample_index
+from paceline.data.order import indices_of_epochs, sample_index
 from paceline.errors import UsageError
 
 CACHE = 256 << 20  # bytes of groups that a dataset keeps unless it is given another number
@@ -104,19 +104,21 @@ class RowGroups:
             self._shuffled = ((seed, epoch), groups, [0, *accumulate(sizes)])
         _, groups, starts = self._shuffled
 
-        def shuffled(turn: int, positions: Any) -> Any:
-            group, count = groups[turn], starts[turn + 1] - starts[turn]
-            return self._starts[group] + sample_index(positions - starts[turn], count, seed, epoch + group)
-
         if not hasattr(position, "numpy"):
-            return int(shuffled(bisect_right(starts, position) - 1, position))
+            turn = bisect_right(starts, position) - 1
+            group, count = groups[turn], starts[turn + 1] - starts[turn]
+            return self._starts[group] + int(sample_index(position - starts[turn], count, seed, epoch + group))
         from torch import from_numpy
 
         positions = position.numpy()  # numpy's masks need no threads
         turns, rows = np.searchsorted(starts, positions, "right") - 1, np.empty_like(positions)
-        for turn in np.unique(turns).tolist():
-            is_of_group = turns == turn
-            rows[is_of_group] = shuffled(turn, from_numpy(positions[is_of_group])).numpy()
+        of_turn, begins = np.array(groups)[turns], np.array(starts)
+        counts = (begins[1:] - begins[:-1])[turns]
+        for count in np.unique(counts).tolist():  # most groups have the same number of rows
+            is_so = counts == count
+            in_group = positions[is_so] - begins[turns[is_so]]
+            first = self._edges[of_turn[is_so]]
+            rows[is_so] = first + indices_of_epochs(in_group, count, seed, epoch + of_turn[is_so])
         return from_numpy(rows)
 
 

@@ -47,10 +47,12 @@ class TableRows(GroupedRows):
     def _dicts(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         dicts: list[Any] = [None] * len(rows)
         for values, numbers in self._taken(rows):
-            names = tuple(values)
-            by_row = zip(*values.values(), strict=True) if names else repeat((), len(numbers))
-            for number, row in zip(numbers.tolist(), by_row, strict=True):
-                dicts[number] = dict(zip(names, row, strict=True))
+            by_row = zip(*values.values(), strict=True) if values else repeat((), len(numbers))
+            part = list(map(dict, map(zip, repeat(tuple(values)), by_row)))  # without a step of Python for each value
+            if len(part) == len(rows):
+                return part
+            for number, row in zip(numbers.tolist(), part, strict=True):
+                dicts[number] = row
         return dicts
 
     def _located(self, row: int) -> tuple[Columns, int]:
