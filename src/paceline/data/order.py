@@ -73,7 +73,7 @@ def indices_of_epochs(positions: Any, size: int, seed: int, epochs: Any) -> Any:
 
     known, which = np.unique(epochs, return_inverse=True)
     ciphers = [_cipher(size, index(seed), epoch) for epoch in known.tolist()]
-    keys = np.array([cipher.keys for cipher in ciphers], np.int64).transpose(1, 2, 0)[..., which]  # by round and half
+    keys: Any = np.array([one.keys for one in ciphers], np.int64).transpose(1, 2, 0)[..., which]  # by round and half
     values = _encrypt(positions, ciphers[0]._replace(keys=keys))
     while (outside := values >= size).any():
         values[outside] = _encrypt(values[outside], ciphers[0]._replace(keys=keys[..., outside]))
