@@ -1,13 +1,15 @@
 """Rows per second of each format read by Paceline and by the format's own loader, and the time to skip a million rows.
 
-    python benchmarks/data.py [--rows 20000] [--rounds 7] [--loaders 0] [--formats NAME ...] [--folder FOLDER]
-                              [--record FILE]
+    python benchmarks/data.py [--rows 20000] [--rounds 7] [--loaders 0] [--cpu] [--formats NAME ...]
+                              [--folder FOLDER] [--record FILE]
 
 Each side makes shuffled batches of 64 rows: 64 numbers and a label, or an image of 96 x 96 pixels and a label. The
 sides take turns, an epoch each; the ratio is the own loader's time over Paceline's, in each round, so more than 1 is
 faster. The first round warms up. Both must give the same rows. The own loader is the one that the documentation of a
 format shows for training; some of these shuffle less. With `columns` it is a loop over the columns of shuffled parts of
-the table, which is the most that the format can do. `skip` is the time in which Paceline opens the dataset,
+the table, which is the most that the format can do; with `rows` this loop makes a dict of each row, and both sides give
+the dicts to the same collate function. With --cpu, times are those of the processor, of all threads of the process,
+which other programs on the machine hardly change. `skip` is the time in which Paceline opens the dataset,
 whose index is there, and has the first batch after a million rows. Formats whose loader cannot be imported are named
 and left out.
 """
@@ -146,51 +148,64 @@ def write_parquet(folder: Path, rows: int) -> None:
     parquet.write_table(table(rows), folder / "rows.parquet", row_group_size=-(-rows // SHARDS))
 
 
-def batches_of(part: Any) -> Iterator[Any]:
-    """Batches of a shuffled part of a table, column by column."""
+def columns_of(part: Any) -> Iterator[tuple[Any, Any]]:
+    """The columns of batches of a shuffled part of a table."""
     part = part.take(np.random.permutation(len(part))).combine_chunks()
     for first in range(0, len(part), BATCH):
         some = part.slice(first, BATCH)
         x = some["x"].chunk(0).flatten().to_numpy().reshape(-1, WIDTH)
-        yield torch.from_numpy(x.copy()), torch.from_numpy(some["y"].to_numpy().copy())
+        yield x.copy(), some["y"].to_numpy().copy()
+
+
+def batches_of(part: Any) -> Iterator[Any]:
+    """Batches of a shuffled part of a table, column by column."""
+    return (tuple(map(torch.from_numpy, columns)) for columns in columns_of(part))
+
+
+def batches_of_rows(part: Any) -> Iterator[Any]:
+    """Batches of a shuffled part of a table, which a function has made of a dict for each row."""
+    return (named([{"x": x, "y": y} for x, y in zip(*columns, strict=True)]) for columns in columns_of(part))
+
+
+Cut = Callable[[Any], Iterator[Any]]
 
 
 class Parts(IterableDataset[Any]):
     """Reads the parts of a table in random order, batch by batch. Each loader process reads some of the parts."""
 
-    def __init__(self, read: Callable[[int], Any], count: int) -> None:
-        self.read, self.count = read, count
+    def __init__(self, read: Callable[[int], Any], count: int, cut: Cut) -> None:
+        self.read, self.count, self.cut = read, count, cut
 
     def __iter__(self) -> Iterator[Any]:
         process = get_worker_info()
         for part in np.random.permutation(self.count).tolist():
             if process is None or part % process.num_workers == process.id:
-                yield from batches_of(self.read(part))
+                yield from self.cut(self.read(part))
 
 
-def by_columns(read: Callable[[int], Any], count: int, loaders: int) -> Callable[[], Batches]:
+def by_parts(read: Callable[[int], Any], count: int, loaders: int, cut: Cut) -> Callable[[], Batches]:
     """Reads a table by its parts; in this process without a DataLoader, which would take time."""
-    parts = Parts(read, count)
+    parts = Parts(read, count, cut)
     return lambda: DataLoader(parts, None, num_workers=loaders) if loaders else iter(parts)
 
 
-def own_parquet(folder: Path, loaders: int) -> Callable[[], Batches]:
+def own_parquet(folder: Path, loaders: int, cut: Cut = batches_of) -> Callable[[], Batches]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(folder / "rows.parquet")
-    return by_columns(lambda group: file.read_row_group(group, use_threads=False), file.num_row_groups, loaders)
+    return by_parts(lambda group: file.read_row_group(group, use_threads=False), file.num_row_groups, loaders, cut)
 
 
 def open_arrow(folder: Path) -> Any:
     return data.ArrowRows(folder / "*.arrow")
 
 
-def own_arrow(folder: Path, loaders: int) -> Callable[[], Batches]:
+def own_arrow(folder: Path, loaders: int, cut: Cut = batches_of) -> Callable[[], Batches]:
     import pyarrow
 
     files = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in sorted(folder.glob("*.arrow"))]
     parts = [part for file in files for part in file]
-    return by_columns(lambda part: pyarrow.Table.from_batches([parts[part]]), len(parts), loaders)
+    return by_parts(lambda part: pyarrow.Table.from_batches([parts[part]]), len(parts), loaders, cut)
 
 
 def write_lance(folder: Path, rows: int) -> None:
@@ -214,12 +229,16 @@ def own_lance(folder: Path, loaders: int) -> Callable[[], Batches]:
     return lambda: DataLoader(rows, None, num_workers=loaders)
 
 
-def own_lance_columns(folder: Path, loaders: int) -> Callable[[], Batches]:
+def own_lance_columns(folder: Path, loaders: int, cut: Cut = batches_of) -> Callable[[], Batches]:
     import lance
 
     rows, size = lance.dataset(folder / "rows.lance"), 64 * BATCH
     count = -(-rows.count_rows() // size)
-    return by_columns(lambda part: rows.to_table(offset=part * size, limit=size), count, loaders)
+    return by_parts(lambda part: rows.to_table(offset=part * size, limit=size), count, loaders, cut)
+
+
+def by_rows(own: Callable[[Path, int, Cut], Callable[[], Batches]]) -> Callable[[Path, int], Callable[[], Batches]]:
+    return lambda folder, loaders: own(folder, loaders, batches_of_rows)
 
 
 # -- MDS and litdata -------------------------------------------------------------------------------------------------
@@ -298,6 +317,9 @@ FORMATS = {
     "parquet": Format(("pyarrow",), write_parquet, data.ParquetRows, own_parquet, default_collate),
     "lance": Format(("lance",), write_lance, open_lance, own_lance, default_collate),
     "lance columns": Format(("lance",), write_lance, open_lance, own_lance_columns, default_collate),
+    "parquet rows": Format(("pyarrow",), write_parquet, data.ParquetRows, by_rows(own_parquet), named),
+    "arrow rows": Format(("datasets",), write_dataset, open_arrow, by_rows(own_arrow), named),
+    "lance rows": Format(("lance",), write_lance, open_lance, by_rows(own_lance_columns), named),
     "images": Format(
         ("torchvision", "PIL"),
         write_images,
@@ -323,13 +345,13 @@ def by_paceline(form: Format, rows: Any, loaders: int, start: int = 0) -> Iterat
         feed.close()
 
 
-def timed(batches: Batches) -> tuple[float, int, int, float]:
+def timed(batches: Batches, clock: Callable[[], float]) -> tuple[float, int, int, float]:
     """Seconds of an epoch, its rows, and the sums of its labels and values."""
-    began, rows, labels, values = time.perf_counter(), 0, 0, 0.0
+    began, rows, labels, values = clock(), 0, 0, 0.0
     for batch in batches:
         x, y = batch.values() if isinstance(batch, dict) else batch
         rows, labels, values = rows + len(x), labels + int(y.sum()), values + float(x.double().sum())
-    return time.perf_counter() - began, rows, labels, values
+    return clock() - began, rows, labels, values
 
 
 def measure(form: Format, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -342,9 +364,10 @@ def measure(form: Format, folder: Path, options: argparse.Namespace) -> dict[str
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     counts: dict[str, tuple[int, int]] = {}
     values: dict[str, float] = {}
+    clock = time.process_time if options.cpu else time.perf_counter
     for number in range(options.rounds + 1):
         for side in sides if number % 2 else reversed(sides):
-            took, count, labels, values[side] = timed(sides[side]())
+            took, count, labels, values[side] = timed(sides[side](), clock)
             counts[side] = count, labels
             seconds[side] += [took] if number else []
         assert counts["own"] == counts["paceline"], counts
@@ -373,10 +396,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("rows", 20_000), ("rounds", 7), ("loaders", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cpu", action="store_true", help="measure processor time; needs --loaders 0")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[*FORMATS])
     parser.add_argument("--folder", type=Path, help="where the files are written; by default a temporary folder")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
+    if options.cpu and options.loaders:
+        parser.error("--cpu does not see the time of loader processes; use --loaders 0")
     measured: dict[str, Any] = {}
     for name in options.formats:
         form = FORMATS[name]
@@ -388,7 +414,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             measured[name] = measure(form, Path(folder), options)
     if options.record:
-        counts = {name: getattr(options, name) for name in ("rows", "rounds", "loaders")}
+        counts = {name: getattr(options, name) for name in ("rows", "rounds", "loaders", "cpu")}
         record(options.record, **counts, formats=measured)
 
 

@@ -164,10 +164,14 @@ def test_batches_of_tables_are_those_of_their_rows(write: Write, tmp_path: Path)
         expected = bits(by_hand(rows, table, numbers))
         assert bits(rows.batch(numbers)) == expected
         assert bits(default_collate(rows.__getitems__(numbers))) == expected
-    assert bits(rows[40]) == bits(rows.__getitems__([40])[0])
+    for number in (0, 40, -1):
+        assert bits(rows[number]) == bits(rows.__getitems__([number])[0])
     batch = rows.batch([3, 4])
     batch["int64"][:] = 0  # a tensor of its own
     batch["fixed float"][:] = 0
+    rows[3]["fixed float"][:] = 0
+    rows[3]["list int8"][:] = 0
+    assert rows[3]["list int8"].tolist() == [-3, -99]
     assert rows[3]["int64"] == -3
     assert rows[3]["fixed float"].tolist() == [np.float32(-0.0), np.float32(99 / 3)]
     for wrong in ([103], [0, -104], [2**70], [1.5], ["a"]):
@@ -184,6 +188,8 @@ def test_bad_rows_of_tables_are_refused_as_their_rows_are(write: Write, tmp_path
         for numbers in choices():
             expected = outcome(partial(by_hand, rows, table, numbers))
             assert outcome(partial(rows.batch, numbers)) == expected, (name, numbers)
+            for number in numbers[:3]:
+                assert bits(rows[number]) == bits(rows.__getitems__([number])[0]), (name, number)
             refused |= {name} if isinstance(expected, tuple) else set()
     assert refused == BAD.keys()
 
@@ -198,12 +204,33 @@ def test_files_with_other_columns_are_refused_as_their_rows_are(tmp_path: Path) 
     assert outcome(partial(rows.batch, [0, 2])) == (KeyError, "'b'")
 
 
+def test_rows_of_lance_asked_for_one_by_one_are_read_by_blocks(tmp_path: Path) -> None:
+    """As a dataset of the script asks for them in the order of the blocks."""
+
+    class Counted(LanceRows):
+        def _table(self, rows: list[int]) -> Any:
+            reads.append(len(rows))
+            return super()._table(rows)
+
+    reads: list[int] = []
+    write_lance(good_table().select(["int64"]), tmp_path)
+    rows = Counted(tmp_path / "rows.lance", cache=1)
+    order = [rows.order(position, ROWS, 3, 1) for position in range(ROWS)]
+    assert [-int(rows[number]["int64"]) for number in order] == order
+    assert sorted(reads) == [1] * (6 * 7 + 1) + [GROUP] * 6
+
+
 GRID = Grid(24, 8)
 
 
-def shares(rows: Any, by_rows: bool, weights: Sequence[float], start: int, order: Any, loaders: int = 0) -> list[Any]:
+Collate = Callable[[list[Any]], Any]
+
+
+def shares(
+    rows: Any, by_rows: bool | Collate, weights: Sequence[float], start: int, order: Any, loaders: int = 0
+) -> list[Any]:
     """The micro-batches that each worker of a team gets in two epochs from the global batch `start` on."""
-    collate = (lambda samples: default_collate(samples)) if by_rows else None
+    collate = by_rows if callable(by_rows) else (lambda samples: default_collate(samples)) if by_rows else None
     taken = []
     for rank in range(len(weights)):
         source = Source.of(rows, 5, collate, order, {"num_workers": loaders} if loaders else {})
@@ -222,6 +249,18 @@ def test_teams_get_the_same_batches(write: Write, weights: Sequence[float], star
     rows = write(good_table().select(columns), tmp_path)
     for order in (None, rows.order):
         assert shares(rows, False, weights, start, order) == shares(rows, True, weights, start, order)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_collate_function_draws_the_same_numbers_for_rows_of_a_table_as_for_those_of_a_list(
+    write: Write, tmp_path: Path
+) -> None:
+    def noisy(samples: list[Any]) -> Any:
+        return default_collate(samples), torch.rand(2), np.random.rand(), random.random()
+
+    rows = write(good_table().select(["int64", "list bool"]), tmp_path)
+    drawn = [shares(dataset, noisy, (2.0, 1.0), 6, None) for dataset in (rows, [rows[row] for row in range(ROWS)])]
+    assert drawn[0] == drawn[1]
 
 
 def test_a_loader_process_makes_the_same_batches(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import functools
 import io
 import itertools
 import random
+import re
+import sys
 import threading
 from array import array
 from collections.abc import Callable
@@ -150,6 +152,19 @@ def test_loader_process_is_used_only_while_the_dataset_does_not_change(
         ("rows are loaded ahead by a separate process", "loading delayed each step"),
         ("rows are loaded within the step for now: the dataset changes between steps", "dataset.plus changed"),
     ]
+
+
+def test_loader_process_is_not_forked_beside_the_threads_of_lance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Feed, "SLOW", 0.0)
+    monkeypatch.setitem(sys.modules, "lance", sys)
+    feed = feed_of(Rows(), 8)
+    monkeypatch.setattr(feed, "begun", None)
+    for step in range(8):
+        assert values(feed, step) == expected(step, 0)
+        feed.measured(1e-9)
+    ((told, why),) = feed.take_news()
+    assert told == "rows are loaded within the step, because lance cannot be used in a process that is forked"
+    assert re.fullmatch(r"loading delayed each step by \d+ ms \(loader=\{'num_workers': N\} overrides\)", why)
 
 
 @pytest.mark.parametrize("what", ["changes in each step", "changes itself", "holds what cannot be compared"])

@@ -16,7 +16,7 @@ from paceline.errors import DatasetError, UsageError, first_line
 
 _BLOCK = 16 << 20  # bytes of rows of a Lance dataset that are read together, if all rows are as large as the first one
 _BLOCK_ROWS = (64, 4096)  # the least and the most rows of a block
-_DENSE = 32  # rows of a call from which on blocks are read; fewer may be all that is needed of the blocks
+_DENSE = 32  # rows asked for in a run from which on blocks are read; fewer may be all that is needed of the blocks
 _MISSING = "pass Arrow files, or a pattern like folder/*.arrow"
 Store = LocalFiles | RemoteFiles
 
@@ -125,9 +125,9 @@ class LanceRows(TableRows):
 
     `url` is a path or URL that lance knows, which gets `storage_options`. `columns`: which to read (default: all). The
     rows are those of the version that is the newest when the dataset is opened. The rows of a micro-batch are read with
-    one call. If they are 32 or more of one or two blocks of neighbouring rows, as with ``order=rows.order``, these
-    blocks are read, of which as many stay in memory as `cache` bytes hold. A block has about 16 MB, and 64 to 4096
-    rows. May be pickled and forked.
+    one call. Once 32 rows of one or two blocks of neighbouring rows are asked for in a run, as with
+    ``order=rows.order``, these blocks are read, of which as many stay in memory as `cache` bytes hold. A block has
+    about 16 MB, and 64 to 4096 rows. May be pickled and forked.
 
     Raises UsageError without lance, DatasetError where there is no such dataset, column or row.
     """
@@ -155,6 +155,7 @@ class LanceRows(TableRows):
         self._block = max(least, min(most, _BLOCK // size))
         blocks = range(0, count, self._block)
         self._rows = RowGroups([min(self._block, count - start) for start in blocks], cache, "LanceRows")
+        self._run: tuple[set[int], int] = (set(), 0)  # one or two blocks, and the rows of them asked for in a run
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": (0, None)}
@@ -162,12 +163,26 @@ class LanceRows(TableRows):
     def _parts(self, rows: Any) -> Iterator[tuple[Columns, Any, Any]]:
         """Yields (columns, numbers there, numbers in `rows`): of blocks, or of all rows together."""
         blocks = list(self._rows.divided(rows))
-        if len(rows) >= _DENSE and len(blocks) <= 2:
+        if self._reads_blocks({block for block, _, _ in blocks}, len(rows)):
             for block, at, to in blocks:
                 yield self._rows.take(block, self._read), at, to
         elif len(rows):
             numbers = np.arange(len(rows))
             yield columns_of(self._table(rows.tolist())), numbers, numbers
+
+    def _located(self, row: int) -> tuple[Columns, int]:
+        block, at = self._rows.locate(row)
+        if self._reads_blocks({block}, 1):
+            return self._rows.take(block, self._read), at
+        return columns_of(self._table([block * self._block + at])), 0
+
+    def _reads_blocks(self, blocks: set[int], rows: int) -> bool:
+        """Whether these blocks are read for so many of their rows, because of the calls before or because memory has
+        them.
+        """
+        before, count = self._run
+        self._run = (blocks, rows + (count if blocks & before else 0)) if len(blocks) <= 2 else (set(), 0)
+        return self._run[1] >= _DENSE or all(map(self._rows.keeps, blocks))
 
     def _read(self, number: int) -> tuple[int, Columns]:
         start = number * self._block

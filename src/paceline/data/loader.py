@@ -45,6 +45,7 @@ from paceline.errors import AddNote, DatasetError, UsageError, a
 
 AHEAD = 4096  # rows whose indices are computed in one go
 _ROWS, _COLLATE = 1 << 40, 1 << 41  # keep the loader's streams apart from the model's
+_THREADED_LIBRARIES = ("lance",)  # libraries whose threads a forked process lacks, and may wait for without end
 _FIXED = {
     "batch_size": "global_batch= of the Trainer",
     "shuffle": "order= of steps()",
@@ -56,7 +57,7 @@ _FIXED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slot:
     """A micro-batch to load: its number in the grid, its epoch, its positions and its rows' indices in the dataset.
 
@@ -156,12 +157,17 @@ class Source:
     def stacks(self) -> bool:
         """Whether collate is torch's, which stacks the tensors of rows, and the script has added no types to it."""
         functions, module = default_collate_fn_map.values(), collate_tensor_fn.__module__
-        return self.collate is default_collate and all(function.__module__ == module for function in functions)
+        return self.collate is default_collate and {function.__module__ for function in functions} == {module}
+
+    @property
+    def has_table_rows(self) -> bool:
+        """Whether rows are those of a table, which draw no random numbers."""
+        return isinstance(self.dataset, TableRows) and self.dataset.is_unchanged
 
     @property
     def is_table(self) -> bool:
         """Whether the dataset makes batches by columns, which are those that collate would make of its rows."""
-        return isinstance(self.dataset, TableRows) and self.dataset.is_unchanged and self.stacks
+        return self.has_table_rows and self.stacks
 
     def snapshot(self) -> Snapshot:
         """A snapshot of all objects that rows depend on besides their number."""
@@ -200,8 +206,8 @@ class Source:
                     dataset_indices = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
                 indices = iter(dataset_indices)
                 for slot in chunk:
-                    slot_indices = tuple(islice(indices, slot.stop - slot.start))
-                    yield Slot(slot.index, slot.epoch, slot.start, slot.stop, slot_indices, slot.part, slot.dummy)
+                    slot.rows = tuple(islice(indices, slot.stop - slot.start))
+                    yield slot
 
 
 def _tokens_of(dataset: Any) -> int | None:
@@ -240,21 +246,26 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         self.still: tuple[Any, ...] = ()  # the random state after seed(0)
         self._apart = False  # whether a part of a micro-batch can be loaded without the rest
         self._tensors: Any = None  # the dataset's tensors, when `_columns` was set
-        self._columns: Sequence[torch.Tensor] = ()  # the tensors from which rows are taken with one call
+        self._columns: Sequence[torch.Tensor] = ()
 
     @property
     def quiet(self) -> bool:
-        """Whether loading draws no random numbers: rows are taken from tensors, in Paceline's own order."""
+        """Whether loading draws no random numbers: rows of tensors and tables, in an order of Paceline's."""
+        return takes_tensors(self.source.order) and (self.source.is_table or bool(self._tensor_columns()))
+
+    def _tensor_columns(self) -> Sequence[torch.Tensor]:
+        """The tensors of a TensorDataset from which rows are taken with one call; else none."""
         if (tensors := getattr(self.source.dataset, "tensors", None)) is not self._tensors:
             self._tensors, self._columns = tensors, self.source.columns()
-        return bool(self._columns) and self.source.order is sample_index
+        return self._columns
 
     def at_once(self, indices: Sequence[int]) -> list[torch.Tensor] | None:
         """The collated rows of a TensorDataset; None if they have to be loaded one by one."""
-        if not (self.quiet or self._columns) or min(indices) < 0 or max(indices) >= len(self._columns[0]):
+        columns = self._tensor_columns()
+        if not columns or min(indices) < 0 or max(indices) >= len(columns[0]):
             return None
         wanted = _tensor_of(indices)
-        return [tensor.index_select(0, wanted) for tensor in self._columns]
+        return [tensor.index_select(0, wanted) for tensor in columns]
 
     def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
         if (batch := self.at_once(slot.rows)) is not None:
@@ -269,12 +280,17 @@ class _Rows(Dataset[tuple[Slot, Any]]):
     def _load(self, slot: Slot, part: range) -> Any:
         """Loads and collates the rows `part` of a micro-batch."""
         source, indices = self.source, slot.rows[part.start : part.stop]
-        if source.is_table:  # which draws no random numbers
-            return source.dataset.batch(indices)
-        if not self.draws:
+        if source.has_table_rows:
+            if source.stacks:
+                return source.dataset.batch(indices)
+            samples = source.samples(indices)
+        elif not self.draws:
             # As long as rows draw no random numbers, one seed for all is enough. If a row draws, they are loaded again.
-            self.streams.seed(0)
-            self.still = self.still or self.streams.snapshot()
+            if self.still:
+                self.streams.restore(self.still)  # which takes less time than to seed
+            else:
+                self.streams.seed(0)
+                self.still = self.streams.snapshot()
             samples = source.samples(indices)
             self.draws = self.streams.has_changed(self.still)
         if self.draws:
@@ -391,7 +407,7 @@ class Feed:
     dataset is read from the `position` on, or from its beginning.
     `tell` gets events that name the loader processes.
     While the user leaves `num_workers` open, loading moves to a process of its own, ahead of need, if it delays each
-    step by more than `SLOW` seconds and a tenth of the step.
+    step by more than `SLOW` seconds and a tenth of the step. A script that has imported lance decides that itself.
 
     The rows of a step are always loaded from the dataset as it is when the step begins. A loader process has the
     dataset as it was when the process was forked: if the script has changed it since (see Snapshot), the rows that were
@@ -713,7 +729,10 @@ class Feed:
         if not typical or state is None or not sys.platform.startswith("linux"):  # elsewhere processes are not forked
             return
         held = f"loading delayed each step by {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
-        if state.unseen:
+        if library := next((name for name in _THREADED_LIBRARIES if name in sys.modules), ""):
+            what = f"rows are loaded within the step, because {library} cannot be used in a process that is forked"
+            self.news[what] = held
+        elif state.unseen:
             what = (
                 "rows are loaded within the step, because a process that loads ahead could miss a change of the dataset"
             )

@@ -67,6 +67,19 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
         raise UsageError(f"a position must be an integer, got {a(type(position).__name__)}", _CURE) from None
 
 
+def indices_of_epochs(positions: Any, size: int, seed: int, epochs: Any) -> Any:
+    """Returns what `sample_index` returns for each position in its epoch: all are arrays of int64 of one dimension."""
+    import numpy as np  # here, because ints need none
+
+    known, which = np.unique(epochs, return_inverse=True)
+    ciphers = [_cipher(size, index(seed), epoch) for epoch in known.tolist()]
+    keys: Any = np.array([one.keys for one in ciphers], np.int64).transpose(1, 2, 0)[..., which]  # by round and half
+    values = _encrypt(positions, ciphers[0]._replace(keys=keys))
+    while (outside := values >= size).any():
+        values[outside] = _encrypt(values[outside], ciphers[0]._replace(keys=keys[..., outside]))
+    return values
+
+
 def _index(value: int, cipher: _Cipher) -> int:
     if not 0 <= value < cipher.size:
         raise _out_of_range(value, cipher.size)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.order import sample_index
+from paceline.data.order import indices_of_epochs, sample_index
 from paceline.errors import UsageError
 
 CACHE = 256 << 20  # bytes of groups that a dataset keeps unless it is given another number
@@ -62,10 +62,20 @@ class RowGroups:
 
         Groups come in the order of their first rows in `rows`, which are numbered from 0.
         """
+        if not len(rows):
+            return
+        group = bisect_right(self._starts, int(rows.min())) - 1
+        if rows.max() < self._starts[group + 1]:  # as with the order by groups
+            yield group, rows - self._starts[group], np.arange(len(rows))
+            return
         groups = self._edges.searchsorted(rows, "right") - 1
-        for group in (touched := dict.fromkeys(groups.tolist())):
-            numbers = np.flatnonzero(groups == group) if len(touched) > 1 else np.arange(len(rows))
+        for group in dict.fromkeys(groups.tolist()):
+            numbers = np.flatnonzero(groups == group)
             yield group, rows[numbers] - self._starts[group], numbers
+
+    def keeps(self, group: int) -> bool:
+        """Whether a group is in memory."""
+        return group in self._kept
 
     def take(self, group: int, read: Callable[[int], tuple[int, Any]]) -> Any:
         """Returns a group from memory, or what ``read(group)`` returns after the number of its bytes."""
@@ -94,18 +104,21 @@ class RowGroups:
             self._shuffled = ((seed, epoch), groups, [0, *accumulate(sizes)])
         _, groups, starts = self._shuffled
 
-        def shuffled(turn: int, positions: Any) -> Any:
-            group, count = groups[turn], starts[turn + 1] - starts[turn]
-            return self._starts[group] + sample_index(positions - starts[turn], count, seed, epoch + group)
-
         if not hasattr(position, "numpy"):
-            return int(shuffled(bisect_right(starts, position) - 1, position))
+            turn = bisect_right(starts, position) - 1
+            group, count = groups[turn], starts[turn + 1] - starts[turn]
+            return self._starts[group] + int(sample_index(position - starts[turn], count, seed, epoch + group))
         from torch import from_numpy
 
         positions = position.numpy()  # numpy's masks need no threads
         turns, rows = np.searchsorted(starts, positions, "right") - 1, np.empty_like(positions)
-        for turn in np.unique(turns).tolist():
-            rows[turns == turn] = shuffled(turn, from_numpy(positions[turns == turn])).numpy()
+        of_turn, begins = np.array(groups)[turns], np.array(starts)
+        counts = (begins[1:] - begins[:-1])[turns]
+        for count in np.unique(counts).tolist():  # most groups have the same number of rows
+            is_so = counts == count
+            in_group = positions[is_so] - begins[turns[is_so]]
+            first = self._edges[of_turn[is_so]]
+            rows[is_so] = first + indices_of_epochs(in_group, count, seed, epoch + of_turn[is_so])
         return from_numpy(rows)
 
 
