@@ -94,7 +94,10 @@ def test_only_the_worker_that_sent_a_flipped_bit_is_named(plan: str, undisturbed
     assert len(fired) == 2
     named = {event["step"]: (event["workers"], event["text"]) for event in events(tmp_path, "corrupted")}
     assert {step: workers for step, (workers, _) in named.items()} == {step: [w] for step, w in fired.items()}
-    for step, kind in ((3, "what worker {} .* sent for the sums of .*"), (5, "what worker {} .* sent of the weights of .*")):
+    for step, kind in (
+        (3, "what worker {} .* sent for the sums of .*"),
+        (5, "what worker {} .* sent of the weights of .*"),
+    ):
         assert re.fullmatch(kind.format(fired[step]) + " changed on its way", named[step][1])
     again = (3,) if "zero=1" in plan else (3, 5)  # updated weights are only sent again
     attempts = {event["step"]: event["attempts"] for event in events(tmp_path, "verified")}
@@ -115,7 +118,9 @@ trainer.export("out.safetensors")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["codec=int8", "codec=fp16", "codec=topk:0.2", "codec=powersgd:1", "shard=2 codec=sign"])
+@pytest.mark.parametrize(
+    "words", ["codec=int8", "codec=fp16", "codec=topk:0.2", "codec=powersgd:1", "shard=2 codec=sign"]
+)
 def test_flipped_bits_in_sums_between_hosts_are_found_with_every_codec(words: str, tmp_path: Path) -> None:
     """Two hosts with two workers each: what was not sent yet goes into the next step as without the fault."""
     done = []
@@ -126,6 +131,7 @@ def test_flipped_bits_in_sums_between_hosts_are_found_with_every_codec(words: st
         train_basics(folder, CODED.replace("PLAN", words), 4, *options, chaos=chaos)
         named = [(event["step"], event["workers"]) for event in events(folder, "corrupted")]
         assert named == [(step, [worker]) for _, step, worker in flips(folder)]
+        assert all("sent of the encoded sums" in event["text"] for event in events(folder, "corrupted")[:1])
         done.append((folder / "out.safetensors").read_bytes())
     assert len(named) == 3
     assert done[0] == done[1]

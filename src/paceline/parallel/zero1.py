@@ -75,10 +75,11 @@ class Zero1(Layout):
         for bucket in buckets.buckets:  # through the memory of the gradients, which are not needed any more
             for number, rows in bucket.split(bucket.local_shard):
                 copy(rows, buckets.local_params[number].detach())
-        transfers = [
-            checks.sends(replica, WEIGHTS, checks.describe(bucket.members), [bucket.local_shard] * replica.size)
-            for bucket in (buckets.buckets if checks is not None else ())
-        ]
+        transfers = []
+        if checks is not None:
+            for bucket in buckets.buckets:
+                parts = [bucket.local_shard] * replica.size
+                transfers.append(checks.sends(replica, WEIGHTS, checks.describe(bucket.members), parts))
         gathered = replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
         for number, (bucket, stretches) in enumerate(zip(buckets.buckets, gathered, strict=True)):
             if checks is not None:
