@@ -205,6 +205,7 @@ PLANS = {
     "shard=2 zero=2 micro=2": {},
     "shard=2 zero=3 micro=2": {},
     "exact shard=2 zero=3 micro=2": {},
+    "shard=2 zero=3 micro=4": {"ATTENTION": "1"},  # with blocks
     "tensor=2 micro=2": {"ATTENTION": "1"},
     "context=2 micro=2": {"ATTENTION": "1"},
     "pipeline=2 micro=4": {"ATTENTION": "1"},

@@ -143,7 +143,7 @@ class BitFlips:
                 return
             waits[0] -= 1
             if waits[0] < 0:
-                flip.name = f"what was sent of {tensors}"
+                flip.name = f"a message with {tensors}"
                 flip(part)
 
         transit.checks.tamper = tamper
