@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,73 @@ def test_flipped_bits_are_found_before_the_update_and_named(undisturbed: bytes, 
     assert len([text for name, text in shown if name == "wrong values"]) == 4
 
 
+# Gradients within a replica, weights before a forward, and between replicas; a bit of what is sent each time.
+WAYS = {
+    "shard=2 zero=3": "flip-transit:1@2.loading,flip-gather:2@4.loading",
+    "shard=2 zero=2": "flip-transit:3@2.loading,flip-gather:0@4.loading",
+    "shard=2 zero=1": "flip-transit:1@2.loading,flip-gather:2@4.loading",
+}
+
+
+@pytest.mark.parametrize(
+    "plan", [*(plan if plan.endswith("3") else pytest.param(plan, marks=pytest.mark.slow) for plan in WAYS)]
+)
+def test_only_the_worker_that_sent_a_flipped_bit_is_named(plan: str, undisturbed: bytes, tmp_path: Path) -> None:
+    """Within a replica, too, where all workers compute with what it sent."""
+    script = EXACT.replace("exact micro=3", f"exact {plan} micro=3")
+    train_basics(tmp_path, script, 4, "--verify-steps", "1", chaos=WAYS[plan])
+    fired = {step: worker for _, step, worker in flips(tmp_path)}
+    assert len(fired) == 2
+    named = {event["step"]: (event["workers"], event["text"]) for event in events(tmp_path, "corrupted")}
+    assert {step: workers for step, (workers, _) in named.items()} == {step: [w] for step, w in fired.items()}
+    for step, kind in (
+        (3, "what worker {} .* sent for the sums of .*"),
+        (5, "what worker {} .* sent of the weights of .*"),
+    ):
+        assert re.fullmatch(kind.format(fired[step]) + " changed on its way", named[step][1])
+    again = (3,) if "zero=1" in plan else (3, 5)  # updated weights are only sent again
+    attempts = {event["step"]: event["attempts"] for event in events(tmp_path, "verified")}
+    assert attempts == {step: 2 if step in again else 1 for step in range(1, STEPS + 1)}
+    assert (tmp_path / "out.safetensors").read_bytes() == undisturbed
+
+
+CODED = """
+import os
+from paceline.comm import hierarchical
+
+hierarchical.host_key = lambda: f"host {int(os.environ['PACELINE_RANK']) // 2}"
+trainer = make(plan="PLAN micro=3")
+for report in trainer.steps(data, count=8):
+    pass
+trainer.export("out.safetensors")
+"""
+
+
+# With shard=2 the first thing that is sent are gradients within a host.
+SENT = {
+    **dict.fromkeys(("codec=int8", "codec=fp16", "codec=topk:0.2", "codec=powersgd:1"), "of the encoded sums"),
+    "shard=2 codec=sign": "for the sums",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SENT)
+def test_flipped_bits_in_sums_between_hosts_are_found_with_every_codec(words: str, tmp_path: Path) -> None:
+    """Two hosts with two workers each: what was not sent yet goes into the next step as without the fault."""
+    done = []
+    for chaos in ("", "flip-transit:2@2.loading,flip-transit:1@4.loading,flip-bucket:3@6.loading"):
+        folder = tmp_path / ("wild" if chaos else "calm")
+        folder.mkdir()
+        options = ("--verify-steps", "1", "--shares", "1,1,1,1")
+        train_basics(folder, CODED.replace("PLAN", words), 4, *options, chaos=chaos)
+        named = [(event["step"], event["workers"]) for event in events(folder, "corrupted")]
+        assert named == [(step, [worker]) for _, step, worker in flips(folder)]
+        assert all(f" sent {SENT[words]} of " in event["text"] for event in events(folder, "corrupted")[:1])
+        done.append((folder / "out.safetensors").read_bytes())
+    assert len(named) == 3
+    assert done[0] == done[1]
+
+
 def test_worker_that_computes_wrongly_twice_leaves_and_is_not_restarted(undisturbed: bytes, tmp_path: Path) -> None:
     done = train_basics(tmp_path, FAULTY.replace("FAULTY", "2"), 3, "--verify-steps", "1").stderr
     (event,) = events(tmp_path, "corrupted")
@@ -142,6 +210,7 @@ PLANS = {
     "shard=2 zero=2 micro=2": {},
     "shard=2 zero=3 micro=2": {},
     "exact shard=2 zero=3 micro=2": {},
+    "shard=2 zero=3 micro=4": {"ATTENTION": "1"},  # with blocks
     "tensor=2 micro=2": {"ATTENTION": "1"},
     "context=2 micro=2": {"ATTENTION": "1"},
     "pipeline=2 micro=4": {"ATTENTION": "1"},

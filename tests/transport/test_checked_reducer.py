@@ -14,7 +14,8 @@ import paceline
 from paceline.base.mesh import Mesh
 from paceline.base.sharding import RowShards
 from paceline.comm.bucket_reducer import BucketReducer, ReduceStep
-from paceline.comm.checked_reducer import FIGURES, CheckedReducer
+from paceline.comm.checked_collectives import FIGURES, TransferChecks
+from paceline.comm.checked_reducer import CheckedReducer
 from paceline.comm.gradient_buckets import Buckets
 from torch.nn import Parameter
 
@@ -56,11 +57,11 @@ def summed(reducer, number, after=lambda: None):
 
 
 usual = summed(BucketReducer(group, route), 0)
-looked = []
-checked = CheckedReducer(group, route, lambda bucket: looked.append(bucket.index))
+looked, checks = [], TransferChecks(list("abcd"))
+checked = CheckedReducer(group, route, lambda bucket: looked.append(bucket.index), checks)
 sums = summed(checked, 1)
 checked.confirm()
-assert checked.faults == [], checked.faults
+assert checks.faults == [], checks.faults
 assert looked == [0, 1, 2, 3]
 assert all(torch.equal(a, b) for a, b in zip(usual, sums)), [rank, usual, sums]
 assert checked.squares() is None
@@ -70,28 +71,32 @@ def flip(flat):
     flat.view(torch.uint8)[0] ^= 4
 
 
-def tampered(where, index):
-    def tamper(at, bucket, part):
-        if (at, bucket.index) == (where, index) and rank == 1 and part.numel():
-            flip(part)
-    return tamper
-
-
 def everyones(faults):
     return {tuple(fault) for one in group.gather_json(faults) for fault in one}
 
 
+# Buckets begin with the last parameter.
 for number, (where, index) in enumerate([("bucket", 0), ("transit", 2), ("bucket", 1)], start=2):
-    checked.tamper = tampered(where, index)
+    def tamper(bucket):
+        if (where, bucket.index, rank) == ("bucket", index, 1):
+            flip(bucket.flat)
+
+    def tamper_transit(kind, tensors, part):
+        if (where, kind, tensors, rank) == ("transit", "contribution", "dcba"[index], 1):
+            flip(part)
+
+    checks.begin()
+    checked.tamper, checks.tamper = tamper, tamper_transit
     summed(checked, number)
-    faults = everyones(checked.faults)
-    assert faults == {("contribution", 1, index)}, faults
-checked.tamper = None
+    assert everyones(checks.faults) == {("contribution", 1, "dcba"[index])}, checks.faults
+checked.tamper = checks.tamper = None
 
 bucket = buckets.buckets[1]
+checks.begin()
 summed(checked, 9, after=lambda: flip(bucket.local_shard) if rank == 2 else None)
 checked.confirm()
-assert everyones(checked.faults) == {("memory", 2, 1)}, checked.faults
+assert everyones(checks.faults) == {("memory", 2, "c")}, checks.faults
+checks.begin()
 
 plain = type(outer).gather
 def gather(self, tensor):  # what worker 2 has added up changes on its way
@@ -101,7 +106,7 @@ def gather(self, tensor):  # what worker 2 has added up changes on its way
 type(outer).gather = gather
 summed(checked, 10)
 type(outer).gather = plain
-assert everyones(checked.faults) == {("sum", 2, FIGURES)}, checked.faults
+assert everyones(checks.faults) == {("sum", 2, FIGURES)}, checks.faults
 print("checked")
 """
 
@@ -116,3 +121,98 @@ def test_checked_sums_are_the_usual_ones_and_changed_bits_are_assigned(
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("run", "--workers", str(workers), "--max-restarts", "0", "train.py", str(shard))
     assert paceline(*words, cwd=tmp_path).stdout.split() == ["checked"]
+
+
+# Two hosts with two workers each. A wrong attempt comes before each step.
+CODED = """
+import os
+import torch
+import paceline
+from paceline.comm import hierarchical
+from paceline.comm.bucket_reducer import BucketReducer, ReduceStep
+from paceline.comm.checked_collectives import TransferChecks
+from paceline.comm.checked_reducer import CheckedReducer
+from paceline.comm.compression import Codec
+from paceline.comm.gradient_buckets import Buckets
+from torch.nn import Parameter
+
+hierarchical.host_key = lambda: f"host {int(os.environ['PACELINE_RANK']) // 2}"
+team = paceline.join()
+group, rank = team.group, team.rank
+assert group.leaders == [0, 2], group.leaders
+names, tensors = list("abc"), {"a", "b", "c"}
+params = [Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in
+          [((70, 30), torch.float32), ((5,), torch.float32), ((300,), torch.float64)]]
+group.declare("memory")
+buckets = Buckets(params, 1, 1, group.allocate)
+
+
+def summed(reducer, done):
+    reducer.codec.begin(done, 8.0)
+    vector = torch.full((3,), float(rank), dtype=torch.float64)
+    group.declare(f"step {done}", check=False, kind="gradients")
+    reducer.begin(f"step {done}")
+    for p in params:
+        p.grad = None
+    buckets.begin(reducer.send)
+    generator = torch.Generator().manual_seed(4 * done + rank)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        buckets.begin_backward(last=True)
+        (p * grad).sum().backward()
+    buckets.end_backward()
+    buckets.flush()
+    reducer.hand_on()
+    work = reducer.start_last(vector)
+    reducer.finish()
+    group.finish(work)
+    assert vector.tolist() == [6.0, 6.0, 6.0]
+    return [bucket.local_shard.clone() for bucket in buckets.buckets]
+
+
+def tampers(kind, worker):
+    done = []
+
+    def tamper(at, tensors, part):
+        if (at, rank) == (kind, worker) and tensors in names and not done:
+            done.append(part.view(torch.uint8)[-1].bitwise_xor_(4))
+    return tamper
+
+
+faults = [("code", 2), ("contribution", 1), ("sum", 0), ("code", 0), ("contribution", 3), ("sum", 2)]
+for word in WORDS:
+    usual, coded, checks = Codec(word), Codec(word), TransferChecks(names)
+    usual.names = coded.names = names
+    reducer = BucketReducer(group, [ReduceStep("sum", group)], usual)
+    checked = CheckedReducer(group, [ReduceStep("sum", group)], lambda bucket: None, checks, coded)
+    for done in range(3):
+        expected = summed(reducer, done)
+        for kind, worker in faults[2 * done : 2 * done + 2]:
+            checks.begin()
+            checks.tamper = tampers(kind, worker)
+            summed(checked, done)
+            seen = {tuple(fault) for one in group.gather_json(checks.faults) for fault in one}
+            assert {fault[:2] for fault in seen} == {(kind, worker)}, (word, kind, worker, seen)
+        checks.begin()
+        checks.tamper = None
+        sums = summed(checked, done)
+        checked.confirm()
+        assert checks.faults == [], (word, checks.faults)
+        assert all(map(torch.equal, expected, sums)), (word, done)
+    plain, kept = usual.kept.at(3), coded.kept.at(3)
+    assert plain.residual.keys() == kept.residual.keys() and plain.squares == kept.squares, word
+    assert all(torch.equal(left, kept.residual[index]) for index, left in plain.residual.items()), word
+    assert bool(kept.residual) == (coded.lossy and rank in (0, 2)), word
+print("checked")
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["int8", "topk:0.1", "powersgd:2"], pytest.param(["bf16", "fp16", "sign", "topk:1.0"], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_codes_on_their_way_are_checked_and_error_feedback_is_the_usual_one(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CODED.replace("WORDS", repr(words)))
+    run = ("run", "--workers", "4", "--max-restarts", "0", "train.py")
+    assert paceline(*run, cwd=tmp_path).stdout.split() == ["checked"]

@@ -1,66 +1,51 @@
 """Reduces gradient buckets with digests of all that travels, so that a bit that flips on the way is noticed.
 
-Each worker sends each other worker its slice of a bucket, as in a reduce-scatter, and digests of the slices that were
-taken before. A worker that receives slices adds them up in the order of the workers, digests what it has added, and
-gives its sums to all, again with a digest. So every worker knows whose part changed on the way.
+Each worker sends each other worker its slice of a bucket, as in a reduce-scatter. A worker that receives slices adds
+them up in the order of the workers, and gives its sums to all. Where a codec sums between hosts, the first worker of
+each host gets the buckets of its host's workers, and gives them the decoded sums. Digests of all of it are compared, so
+that every worker knows whose part changed on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.bucket_reducer import BucketReducer, OnReduced, ReduceStep
+from paceline.comm.checked_collectives import CONTRIBUTION, FIGURES, MEMORY, SUM, CheckedLeaders, TransferChecks
 from paceline.comm.communicator import Group
+from paceline.comm.compression import Codec
 from paceline.comm.digests import checksum
 from paceline.comm.gradient_buckets import Bucket
-
-FIGURES = -1  # the index, in a `SumFault`, of the small tensor that follows the buckets
-
-
-class SumFault(NamedTuple):
-    """A difference of digests. `kind` is what has changed: a worker's "contribution" to a sum, or its "sum", on the way
-    to another worker, its "addition", or the sums in its "memory". `worker` is its number in the run, and `bucket` the
-    index of the bucket.
-    """
-
-    kind: str
-    worker: int
-    bucket: int
-
-
-@dataclass
-class _Moved:
-    """The digests of one tensor in one reduce step: of the slices `sent` to each worker and `received` from each, of
-    the slice that this worker has `added` up, and of those that it has `gathered`.
-    """
-
-    bucket: int
-    sent: list[int]
-    received: list[int] = field(default_factory=list)
-    added: int = 0
-    gathered: list[int] = field(default_factory=list)
+from paceline.comm.hierarchical import Between, HierarchicalTransport
+from paceline.comm.progress_engine import Steps
 
 
 class CheckedReducer(BucketReducer):
-    """Moves the buckets of a step along a route, one after another once all are complete, and checks digests.
+    """Moves the buckets of a step along a route, one after another once all are complete, and records digests in
+    `checks`.
 
-    `look` is called with each bucket when it is complete. `faults` has the differences that this worker has seen after
-    `finish`. Injected faults set `tamper`: it gets "bucket" once the digests of a bucket were taken, "transit" before
-    a slice goes to another worker, with the bucket and the slice.
+    `look` is called with each bucket when it is complete. The last step of the route uses the `codec`, if there is one.
+    Transfers that were made `also` within these groups are compared, too. Injected faults set `tamper`: it gets each
+    bucket once its digests were taken.
     """
 
-    def __init__(self, group: Group, route: Sequence[ReduceStep], look: Callable[[Bucket], None]) -> None:
-        super().__init__(group, route)
-        self.look = look
-        self.tamper: Callable[[str, Bucket, torch.Tensor], None] | None = None
-        self.faults: list[SumFault] = []
+    def __init__(
+        self,
+        group: Group,
+        route: Sequence[ReduceStep],
+        look: Callable[[Bucket], None],
+        checks: TransferChecks,
+        codec: Codec | None = None,
+        also: Sequence[Group] = (),
+    ) -> None:
+        super().__init__(group, route, codec)
+        self.look, self.checks, self.also = look, checks, also
+        self.tamper: Callable[[Bucket], None] | None = None
         self._complete: list[tuple[Bucket, list[int]]] = []
-        self._moved: list[list[_Moved]] = []
         self._held: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by bucket: its sums so far, and their digests
 
     def begin(self, name: str, on_reduced: OnReduced | None = None) -> None:
@@ -69,9 +54,8 @@ class CheckedReducer(BucketReducer):
         self.abandon()
 
     def abandon(self) -> None:
-        """Forgets all buckets and digests."""
-        self.faults, self._complete, self._held = [], [], {}
-        self._moved = [[] for _ in range(len(self.route) + 1)]
+        """Forgets all buckets."""
+        self._complete, self._held = [], {}
 
     def send(self, bucket: Bucket) -> None:
         """Takes a bucket that is complete on this worker, and its digests."""
@@ -81,7 +65,7 @@ class CheckedReducer(BucketReducer):
         self._held[bucket.index] = [] if sent else [(bucket.local_shard, checksum(bucket.local_shard))]
         self.look(bucket)
         if self.tamper is not None:
-            self.tamper("bucket", bucket, bucket.flat)
+            self.tamper(bucket)
         self._complete.append((bucket, sent))
 
     def hand_on(self) -> None:
@@ -98,25 +82,21 @@ class CheckedReducer(BucketReducer):
             self._start(len(self.route), bucket)
         if self.group.size > 1:
             parts = small.view(-1).tensor_split(self.group.size)
-            moved = _Moved(FIGURES, [checksum(part) for part in parts])
-            self._sum(self.group, "sum", parts, moved)
-            self._moved[-1].append(moved)
+            self._sum(self.group, FIGURES, parts, [checksum(part) for part in parts])
         return None
 
     def finish(self) -> None:
         """Compares the digests with those of the other workers."""
-        for among, moved in zip([*(step.among for step in self.route), self.group], self._moved, strict=True):
-            if moved:
-                self._compare(among, moved)
+        self.checks.compare([*(step.among for step in self.route), self.group, *self.also])
 
     def confirm(self) -> None:
         """Compares the sums in memory with the digests that came with them."""
-        for bucket in self._held:
+        for bucket, _ in self._complete:
             self._confirm(bucket)
 
-    def _confirm(self, bucket: int) -> None:
-        if any(checksum(flat) != digest for flat, digest in self._held[bucket]):
-            self.faults.append(SumFault("memory", self.group.names[self.group.rank], bucket))
+    def _confirm(self, bucket: Bucket) -> None:
+        if any(checksum(flat) != digest for flat, digest in self._held[bucket.index]):
+            self.checks.note(MEMORY, self.group, self.group.rank, self.checks.describe(bucket.members))
 
     def squares(self) -> float | None:
         """Returns None: the sums have to be read again."""
@@ -131,62 +111,81 @@ class CheckedReducer(BucketReducer):
         return number
 
     def _slices(self, number: int, bucket: Bucket) -> Sequence[torch.Tensor]:
-        """Returns the slice of a bucket that each worker of a step adds up."""
+        """Returns the part of a bucket that goes to each worker of a step."""
         step = self.route[number]
         if step.kind == "scatter":
             return bucket.flat.view(step.among.size, -1).unbind(0)
+        if self._coded(number, bucket):
+            flat, leader = bucket.local_shard, _leader(step.among)
+            return [flat if rank == leader else flat[:0] for rank in range(step.among.size)]
         return bucket.local_shard.tensor_split(step.among.size)
+
+    def _coded(self, number: int, bucket: Bucket) -> bool:
+        """Whether a step sums a bucket between hosts with the codec."""
+        codec, among = self.codec, self.route[number].among
+        last = number == len(self.route) - 1
+        return codec is not None and last and codec.fits(bucket) and len(among.leaders) > 1
 
     def _digests(self, number: int, bucket: Bucket) -> list[int]:
         return [checksum(part) for part in self._slices(number, bucket)] if number < len(self.route) else []
 
     def _move(self, number: int, bucket: Bucket, sent: list[int]) -> None:
-        """Makes one reduce step of a bucket, of whose slices digests were taken before."""
+        """Makes one reduce step of a bucket, of whose parts digests were taken before."""
         step, parts = self.route[number], self._slices(number, bucket)
-        self._confirm(bucket.index)  # after these digests: a bit that flips in between is then different in one of both
-        if self.tamper is not None:
-            self.tamper("transit", bucket, parts[(step.among.rank + 1) % len(parts)])
-        moved = _Moved(bucket.index, sent)
-        self._sum(step.among, step.kind, parts, moved)
-        self._moved[number].append(moved)
-        kept = [parts[step.among.rank]] if step.kind == "scatter" else parts
-        digests = [moved.added] if step.kind == "scatter" else moved.gathered
-        self._held[bucket.index] = list(zip(kept, digests, strict=True))
+        self._confirm(bucket)  # after these digests: a bit that flips in between is then different in one of both
+        tensors = self.checks.describe(bucket.members)
+        if self._coded(number, bucket):
+            held = self._sum_coded(step.among, bucket, tensors, parts, sent)
+        elif step.kind == "scatter":
+            total, digest = self.checks.sum(step.among, tensors, parts, sent)
+            held = [(parts[step.among.rank].copy_(total), digest)]
+        else:
+            held = self._sum(step.among, tensors, parts, sent)
+        self._held[bucket.index] = held
 
-    def _sum(self, among: Group, kind: str, parts: Sequence[torch.Tensor], moved: _Moved) -> None:
-        """Adds up this worker's slices, and for a sum gathers the slices of all."""
-        taken = [torch.empty_like(parts[among.rank]) for _ in parts]
-        among.exchange(parts, taken)
-        total = _add(taken)
-        # A bit that has flipped in a slice while it was added is still different after that.
-        moved.received = [checksum(part) for part in taken]
-        moved.added = checksum(total)
-        if checksum(_add(taken)) != moved.added:
-            self.faults.append(SumFault("addition", among.names[among.rank], moved.bucket))
-        if kind == "scatter":
-            parts[among.rank].copy_(total)
-            return
-        for part, row in zip(parts, among.gather(total), strict=True):
-            part.copy_(row)
-            moved.gathered.append(checksum(part))
+    def _sum(
+        self, among: Group, tensors: str, parts: Sequence[torch.Tensor], sent: Sequence[int]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Sums the slices on all workers, in place. Returns them with their digests."""
+        total, digest = self.checks.sum(among, tensors, parts, sent)
+        rows, digests = self.checks.gather(among, SUM, tensors, total, digest)
+        return [(part.copy_(row), one) for part, row, one in zip(parts, rows, digests, strict=True)]
 
-    def _compare(self, among: Group, moved: Sequence[_Moved]) -> None:
-        """Compares digests of slices with those of their senders, and digests of sums with those of who added them."""
-        given = [torch.tensor([one.sent[rank] for one in moved], dtype=torch.int64) for rank in range(among.size)]
-        taken = [torch.empty_like(one) for one in given]
-        among.exchange(given, taken)
-        rows = among.gather(torch.tensor([one.added for one in moved], dtype=torch.int64))
-        for name, sent, added, rank in zip(among.names, taken, rows, range(among.size), strict=True):
-            for one, sent_digest, added_digest in zip(moved, sent.tolist(), added.tolist(), strict=True):
-                if one.received[rank] != sent_digest:
-                    self.faults.append(SumFault("contribution", name, one.bucket))
-                if one.gathered and one.gathered[rank] != added_digest:
-                    self.faults.append(SumFault("sum", name, one.bucket))
+    def _sum_coded(
+        self, among: Group, bucket: Bucket, tensors: str, parts: Sequence[torch.Tensor], sent: Sequence[int]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Sums a bucket between hosts with the codec. Returns it with its digest."""
+        assert self.codec is not None
+        flat, hosts, leader, checks = bucket.local_shard, among.hosts, _leader(among), self.checks
+        if checksum(flat) != sent[leader]:
+            checks.note(MEMORY, among, among.rank, tensors)
+        self.codec.prepare(bucket, among)
+        host = [rank for rank in range(among.size) if leader == among.rank and hosts[rank] == hosts[leader]]
+        taken = [flat.new_empty(len(flat) if rank in host else 0) for rank in range(among.size)]
+        checks.exchange(among, checks.sends(among, CONTRIBUTION, tensors, parts), parts, taken)
+        total = checks.add(among, tensors, [taken[rank] for rank in host])[0].cpu() if host else flat[:0]
+        steps = partial(self._between, self.codec.between(bucket, among), total, among, tensors)
+        among.finish(among.start_steps(flat.nbytes, steps))
+        sums = [total.to(flat) if rank in host else flat[:0] for rank in range(among.size)]
+        transfer = checks.sends(among, SUM, tensors, sums)
+        checks.exchange(among, transfer, sums, parts)
+        return [(flat, transfer.received[leader])]
+
+    def _between(
+        self,
+        between: Between,
+        total: torch.Tensor,
+        among: Group,
+        tensors: str,
+        hosts: HierarchicalTransport | None,
+        fp: int,
+    ) -> Steps:
+        """Sums what the leaders have, in place."""
+        if hosts is not None and hosts.leaders is not None:
+            yield from hosts.leaders.same(fp)
+            yield from between(CheckedLeaders(hosts.leaders, self.checks, among, tensors), total)
 
 
-def _add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Adds tensors up in their order, as sums in shared memory do."""
-    total = parts[0].clone() if len(parts) == 1 else torch.add(parts[0], parts[1])
-    for part in parts[2:]:
-        total.add_(part)
-    return total
+def _leader(among: Group) -> int:
+    """Returns the rank of the first worker of this worker's host."""
+    return among.hosts.index(among.hosts[among.rank])

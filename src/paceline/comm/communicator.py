@@ -555,13 +555,20 @@ class Group:
         """Sends `given[i]` to worker i, and fills `taken[i]` from it: flat tensors of any lengths. Part of the entered
         collective.
         """
+        self.finish(self._exchange(given, taken))
+
+    def start_exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> dist.Work | None:
+        """Starts what `exchange` does; `finish` must follow. Part of the entered collective."""
+        work = self._exchange(given, taken)
+        return work if work is None else self._run_in_background(work)
+
+    def _exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> dist.Work | None:
         taken[self.rank].copy_(given[self.rank])  # what a worker has for itself is not sent
         if self.size == 1:
-            return
+            return None
         ins, outs = ([one[:0] if n == self.rank else one for n, one in enumerate(side)] for side in (given, taken))
         with self._over(given[0]) as (by, _):
-            work = by.all_to_all([raw_bytes(one) for one in outs], [raw_bytes(plain(one)) for one in ins])
-        work.wait()
+            return by.all_to_all([raw_bytes(one) for one in outs], [raw_bytes(plain(one)) for one in ins])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns every worker's flat tensor of one dtype, whose lengths may differ. Part of the entered collective."""

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from paceline.base.batching import Versions
 from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import Bucket
-from paceline.comm.hierarchical import Gloo
+from paceline.comm.hierarchical import Between, Leaders
 from paceline.comm.progress_engine import Steps, last
 from paceline.comm.shared_memory import raw_bytes
 
@@ -262,29 +262,40 @@ class Codec:
         self.bad.clear()
         self.spent = 0.0
 
-    def start(self, bucket: Bucket, among: Group) -> dist.Work | None:
-        """Starts summing a bucket, as `Group.start_sum` does.
+    def fits(self, bucket: Bucket) -> bool:
+        """Whether it sums this bucket. Others are summed as they are."""
+        return bucket.local_shard.is_floating_point() and len(bucket.local_shard) > 0
 
-        A worker that does not lead its host any more adds its residual to its own gradients.
+    def start(self, bucket: Bucket, among: Group) -> dist.Work | None:
+        """Starts summing a bucket, as `Group.start_sum` does."""
+        if not self.fits(bucket):
+            return among.start_sum(bucket.local_shard)
+        self.prepare(bucket, among)
+        return among.start_sum(bucket.local_shard, self.between(bucket, among))
+
+    def prepare(self, bucket: Bucket, among: Group) -> None:
+        """Prepares this worker's gradients for a sum. A worker that does not lead its host any more adds its residual
+        to them.
         """
         flat = bucket.local_shard
-        if not flat.is_floating_point() or not len(flat):
-            return among.start_sum(flat)
         if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):  # the sum takes a tenth of it
             self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
         # Also the residual of a lossy codec that a rounding one, or none, has replaced.
         if bucket.index in self._was.residual and not (among.is_host_leader and coded_sum(self.word_of(bucket)).lossy):
             flat += (self._was.residual[bucket.index] / self._scale).to(flat.device)
-        return among.start_sum(flat, partial(self._timed, self.sums(bucket), among.leaders))
 
-    def sums(self, bucket: Bucket) -> Callable[[list[int], Gloo, torch.Tensor], Steps]:
+    def between(self, bucket: Bucket, among: Group) -> Between:
+        """The function that sums a bucket over the leaders of `among`, and counts its time."""
+        return partial(self._timed, self.sums(bucket), among.leaders)
+
+    def sums(self, bucket: Bucket) -> Callable[[list[int], Leaders, torch.Tensor], Steps]:
         """The function that sums a bucket over leaders."""
         how = coded_sum(self.word_of(bucket))
         if how.lossy:
             return partial(self._low_rank if how.rank else self._picked, how, bucket)
         return partial(self._uncompressed if how.code is None else self._rounded, how)
 
-    def _timed(self, sums: Callable[..., Steps], names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _timed(self, sums: Callable[..., Steps], names: list[int], leaders: Leaders, flat: torch.Tensor) -> Steps:
         steps = sums(names, leaders, flat)
         while True:
             began = time.perf_counter()
@@ -296,17 +307,17 @@ class Codec:
                 self.spent += time.perf_counter() - began
             yield until
 
-    def _uncompressed(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _uncompressed(self, how: CodedSum, names: list[int], leaders: Leaders, flat: torch.Tensor) -> Steps:
         yield from last(leaders.all_reduce(flat))
         self._count(leaders, flat, 2 * flat.nbytes * (leaders.size - 1) / leaders.size)
 
-    def _count(self, leaders: Gloo, flat: torch.Tensor, sent: float) -> None:
+    def _count(self, leaders: Leaders, flat: torch.Tensor, sent: float) -> None:
         self.sent += sent
         self.full += 2 * flat.nbytes * (leaders.size - 1) / leaders.size
 
     # -- rounding ---------------------------------------------------------------------------------------------------
 
-    def _rounded(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _rounded(self, how: CodedSum, names: list[int], leaders: Leaders, flat: torch.Tensor) -> Steps:
         """Sums one row of the bucket on each leader.
 
         Rows go in stretches of full blocks: while one stretch travels, others are encoded and decoded.
@@ -321,7 +332,7 @@ class Codec:
         )
         self._count(leaders, flat, 0.0)
 
-    def _stretch(self, code: Code, leaders: Gloo, rows: Sequence[torch.Tensor]) -> Steps:
+    def _stretch(self, code: Code, leaders: Leaders, rows: Sequence[torch.Tensor]) -> Steps:
         """Sums a stretch of each row; the last rows may have less of it, or nothing."""
         length = len(rows[0])
         owed = torch.zeros(leaders.size, length, dtype=torch.float32)
@@ -353,7 +364,7 @@ class Codec:
         for name, more in zip(names, squares.tolist(), strict=True):
             self._next.squares[name] = self._next.squares.get(name, 0.0) + more
 
-    def _picked(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _picked(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Leaders, flat: torch.Tensor) -> Steps:
         code = how.code
         assert code is not None
         owed = self._owed(bucket, flat)
@@ -365,7 +376,7 @@ class Codec:
         flat.copy_(_sum(code, codes, len(flat)))
         self._count(leaders, flat, everyone[1:].nbytes)
 
-    def _low_rank(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _low_rank(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Leaders, flat: torch.Tensor) -> Steps:
         """Sends matrices as products of two thin ones; vectors, and matrices that this would not shrink, go as they
         are.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.sharding import RowShards
+from paceline.comm.checked_collectives import TransferChecks
 from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import Bucket, Buckets, error_in_two_parts
 from paceline.comm.gradient_memory import Allocate, Wires, lay_out, zeros
@@ -97,15 +98,15 @@ class FsdpReduceScatter:
         self.shards = RowShards(group.size, group.rank)
         self._shapes = shapes
         self._pools: dict[tuple[Any, ...], _Pool] = {}
-        self._blocks: list[_Block] = []
+        self.blocks: list[_Block] = []
         for members in blocks:
             kind = tuple((shapes[number], grad_buffers.params[number].dtype) for number in members)
             pool = self._pools.setdefault(kind, _Pool([]))
-            self._blocks.append(_Block(list(members), pool, pool.blocks))
+            self.blocks.append(_Block(list(members), pool, pool.blocks))
             pool.blocks += 1
         self._of = {  # each parameter's block, and its index in that block
             number: (block_index, index)
-            for block_index, block in enumerate(self._blocks)
+            for block_index, block in enumerate(self.blocks)
             for index, number in enumerate(block.members)
         }
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
@@ -115,6 +116,7 @@ class FsdpReduceScatter:
         self._used: set[int] = set()
         # While it is a dictionary, full gradients are added up in it, and nothing is sent.
         self.captured: dict[int, torch.Tensor] | None = None
+        self.checks: TransferChecks | None = None  # in a verified step
 
     @staticmethod
     def bytes(
@@ -139,7 +141,7 @@ class FsdpReduceScatter:
         """Allocates fresh memory for all stages."""
         for pool in self._pools.values():
             pool.stages.clear()
-        for block in self._blocks:
+        for block in self.blocks:
             if len(block.pool.stages) <= UNDER_WAY:
                 block.pool.stages.append(self._make(block.members, allocate))
 
@@ -173,7 +175,7 @@ class FsdpReduceScatter:
         if not self._open:  # a backward in the body of a loop
             return
         block_index, index = self._of[number]
-        block = self._blocks[block_index]
+        block = self.blocks[block_index]
         if block_index < self._next:
             raise error_in_two_parts(param)
         # To experts come other workers' tokens, also while this worker's own micro-batch is a dummy.
@@ -188,7 +190,7 @@ class FsdpReduceScatter:
 
     def call(self, number: int) -> None:
         """Takes note that a forward runs the block of a parameter."""
-        self._blocks[self._of[number][0]].calls += 1
+        self.blocks[self._of[number][0]].calls += 1
 
     def leave(self, number: int) -> None:
         """Takes note that backward has passed such a call.
@@ -196,7 +198,7 @@ class FsdpReduceScatter:
         After the last call a block leaves without the gradients of parameters that got none, such as those of experts
         that were not used: workers wait for each other's blocks.
         """
-        block = self._blocks[self._of[number][0]]
+        block = self.blocks[self._of[number][0]]
         if not self._open:  # one in the forward: a later one may go through it again
             return
         block.calls -= 1
@@ -210,7 +212,7 @@ class FsdpReduceScatter:
             self._forget_calls()
             return
         ended, self._waits = self._ended(), True
-        while self._next < len(self._blocks):
+        while self._next < len(self.blocks):
             self._send()
         self.group.finish(ended)
         for pool in self._pools.values():
@@ -229,8 +231,10 @@ class FsdpReduceScatter:
     def abandon(self, again: bool = False) -> None:
         """Ends a step whose backward failed, or which begins `again`."""
         self.group.abandon([work for work, *_ in self._works])
+        if self.checks is not None:
+            self.checks.abandon()
         self._works.clear()
-        for block in self._blocks:
+        for block in self.blocks:
             block.landed.clear()
             block.stage = None
         self._forget_calls()
@@ -268,14 +272,14 @@ class FsdpReduceScatter:
         return _Stage(stretches.view(-1), wires)
 
     def _forget_calls(self) -> None:
-        for block in self._blocks:
+        for block in self.blocks:
             block.calls, block.left = 0, False
 
     def _advance(self) -> None:
         """Sends complete blocks, in order, as far as is possible now."""
-        while self._next < len(self._blocks) and self._blocks[self._next].is_complete:
+        while self._next < len(self.blocks) and self.blocks[self._next].is_complete:
             self._take_in()
-            block = self._blocks[self._next]
+            block = self.blocks[self._next]
             free = block.stage is block.departure_stage or not block.departure_stage.taken
             if not self._waits and not (free and len(self._works) <= UNDER_WAY):
                 return
@@ -288,7 +292,7 @@ class FsdpReduceScatter:
 
     def _send(self) -> None:
         """Sends the next block."""
-        block = self._blocks[self._next]
+        block = self.blocks[self._next]
         self._next += 1
         stage, departure = self._stage(block), block.departure_stage
         for number, wires in zip(block.members, stage.wires, strict=True):
@@ -303,7 +307,11 @@ class FsdpReduceScatter:
         block.landed.clear()
         block.stage = None
         block.pool.gone += 1
-        self._works.append((self.group.start_scatter(departure.flat), block, departure, self._last))
+        if self.checks is None:
+            work = self.group.start_scatter(departure.flat)
+        else:
+            work = self.checks.start_scatter(self.group, departure.flat, block.members)
+        self._works.append((work, block, departure, self._last))
         self._take_in()
 
     def _arrive(self) -> None:
@@ -311,6 +319,8 @@ class FsdpReduceScatter:
         work, block, stage, last = self._works[0]
         self.group.finish(work)
         self._works.popleft()
+        if self.checks is not None:
+            self.checks.finish_scatter()
         for number, wires in zip(block.members, stage.wires, strict=True):
             self.grad_buffers.add(number, wires[self.shards.me])
         stage.taken = False

@@ -22,7 +22,7 @@ from functools import partial
 from ipaddress import ip_address
 from itertools import chain
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -260,7 +260,30 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
 
 
-Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place
+class Leaders(Protocol):
+    """The first workers of hosts, with the collectives of `Gloo` that codecs use."""
+
+    rank: int
+    size: int
+    chunk: int
+
+    def in_turns(self, parts: Iterable[Steps]) -> Steps:
+        """Runs several generators of collectives side by side."""
+
+    def all_gather(self, flat: torch.Tensor) -> Any:
+        """Gathers the flat tensor of all workers, of one length, as rows."""
+
+    def all_reduce(self, flat: torch.Tensor) -> Steps:
+        """Sums `flat` in place on all workers."""
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        """Overwrites `flat` on all workers with that of `root`."""
+
+    def all_to_all(self, rows: torch.Tensor) -> Any:
+        """Sends row i to worker i; returns a row of the same length from each worker."""
+
+
+Between = Callable[[Leaders, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place
 
 
 class HierarchicalTransport:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
 from paceline.base.sharding import RowShards
+from paceline.comm.checked_collectives import WEIGHTS, TransferChecks
 from paceline.comm.communicator import Group
 from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
@@ -92,7 +93,7 @@ class FullyShard(Layout):
 
     def __init__(self, job: ParallelJob, replica: Group, reshard: bool, share: Share | None = None) -> None:
         super().__init__(job, replica.allocate)
-        self.replica = replica
+        self.replica, self.groups = replica, (replica,)
         self.shards = RowShards(replica.size, replica.rank)
         absent = {name for name, param in job.model.named_parameters() if ABSENT in vars(param)}
         self._model_name = type(job.model).__name__
@@ -184,7 +185,7 @@ class FullyShard(Layout):
         model = self.job.model
         for name, module in [*self.blocks.items(), ("the rest of the model", model)]:
             assert isinstance(module, FSDPModule)
-            module.set_custom_all_gather(_Gather(self.replica, f"the all-gather of {name}"))
+            module.set_custom_all_gather(_Gather(self, name))
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
             self._end_hook = self._hide_gathering(module)
         self._reshard, self._compares_order = reshard, reshard and bool(self.blocks)
@@ -286,6 +287,10 @@ class FullyShard(Layout):
             buckets, self._shapes, self._leaving_order, self.replica, self._finish_backward, not self._compares_order
         )
         return self.staging
+
+    def check(self, checks: TransferChecks | None) -> None:
+        """Begins to record the digests of gathered parameters and of gradients, or with None ends it."""
+        self.checks = self.staging.checks = checks
 
     def _before_call(self, params: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         """Runs before a module's forward, when its parameters are gathered: hooks their gradients."""
@@ -454,10 +459,10 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
 
 
 class _Gather(AllGather):
-    """Torch's own all-gather, declared to the replica under a name that workers compare."""
+    """Torch's own all-gather of a module's parameters, declared to the replica under a name that workers compare."""
 
-    def __init__(self, replica: Group, name: str) -> None:
-        self.replica, self.name = replica, name
+    def __init__(self, layout: FullyShard, module: str) -> None:
+        self.layout, self.module = layout, module
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocates the output of an all-gather."""
@@ -466,9 +471,16 @@ class _Gather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        with self.replica.declared_torch_group(self.name, "all_gather"):
-            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
-            return work
+        layout, replica = self.layout, self.layout.replica
+        with replica.declared_torch_group(f"the all-gather of {self.module}", "all_gather"):
+            if layout.checks is None:
+                work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+                return work
+            sent = [input_tensor.view(-1)] * replica.size
+            transfer = layout.checks.sends(replica, WEIGHTS, self.module, sent)
+            dist.all_gather_single(output_tensor, input_tensor, group)
+            layout.checks.receives(transfer, output_tensor.view(replica.size, -1))
+            return None
 
 
 def _refuse_copy(module: nn.Module, memo: Any) -> Any:

@@ -5,10 +5,13 @@ In the plain layout each worker holds the full model and runs it by itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from paceline.base.sharding import ALONE, RowShards
 from paceline.comm.bucket_reducer import ReduceStep
+from paceline.comm.checked_collectives import TransferChecks
+from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import Buckets
 from paceline.comm.gradient_memory import Allocate
 from paceline.comm.gradient_sinks import GradSink, GradsInPlace
@@ -28,6 +31,8 @@ class Layout:
     route: tuple[ReduceStep, ...] = ()
     overwrites_gradients = False  # whether `complete` uses their memory
     gathers = False  # whether parameters are gathered from others before they are used
+    groups: Sequence[Group] = ()  # within which it sends something during forwards and backwards
+    checks: TransferChecks | None = None  # in a verified step
 
     def __init__(self, job: ParallelJob, allocate: Allocate | None = None) -> None:
         self.job, self.allocate = job, allocate
@@ -36,6 +41,10 @@ class Layout:
         """Sets the job's `local_params`: the rows of the parameters that this worker's optimizers get."""
         job = self.job
         job.local_params, job.local_cuts = own_of(job.named, job.cuts, self.shards, job.each_shard)
+
+    def check(self, checks: TransferChecks | None) -> None:
+        """Begins to record the digests of what travels within the replica, or with None ends it."""
+        self.checks = checks
 
     def make_grad_sink(self) -> GradSink:
         """Returns the object that collects the gradients of the parameters."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from paceline.base.sharding import RowShards
+from paceline.base.text import ranks
 from paceline.comm.bucket_reducer import ReduceStep
+from paceline.comm.checked_collectives import ATTEMPTS, WEIGHTS
 from paceline.comm.communicator import Group
 from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.comm.gradient_memory import copy
+from paceline.errors import WorkersDifferError
 from paceline.parallel.cost_model import Cost, Facts
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
@@ -58,13 +61,29 @@ class Zero1(Layout):
 
     def complete(self) -> None:
         """Gathers the updated rows of the other workers of the replica. Collective."""
-        replica, shards, buckets = self.replica, self.shards, self._buckets
-        replica.declare("the updated weights", check=False, kind="weights")
+        self.replica.declare("the updated weights", check=False, kind="weights")
+        for _ in range(ATTEMPTS):
+            self._gather()
+            if self.checks is None or not self.checks.agree(self.replica):
+                return
+        what = f"the updated weights changed on their way between {ranks(self.replica.names)} {ATTEMPTS} times in a row"
+        raise WorkersDifferError(what, "test the memory and the network of these hosts before you use them again")
+
+    def _gather(self) -> None:
+        """Gathers the rows of the other workers. Those of this worker stay as they are."""
+        replica, shards, buckets, checks = self.replica, self.shards, self._buckets, self.checks
         for bucket in buckets.buckets:  # through the memory of the gradients, which are not needed any more
             for number, rows in bucket.split(bucket.local_shard):
                 copy(rows, buckets.local_params[number].detach())
+        transfers = []
+        if checks is not None:
+            for bucket in buckets.buckets:
+                parts = [bucket.local_shard] * replica.size
+                transfers.append(checks.sends(replica, WEIGHTS, checks.describe(bucket.members), parts))
         gathered = replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
-        for bucket, stretches in zip(buckets.buckets, gathered, strict=True):
+        for number, (bucket, stretches) in enumerate(zip(buckets.buckets, gathered, strict=True)):
+            if checks is not None:
+                checks.receives(transfers[number], stretches)
             for number, start in zip(bucket.members, bucket.starts, strict=True):
                 full = buckets.params[number].detach()
                 for shard_index in range(shards.count):

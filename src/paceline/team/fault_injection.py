@@ -39,6 +39,7 @@ KINDS = {
     "flip-gradient": "flips a bit of the gradient of the next output of a layer",
     "flip-bucket": "flips a bit of a gradient that is about to be summed",
     "flip-transit": "flips a bit of a gradient on its way to another worker",
+    "flip-gather": "flips a bit of weights on their way to another worker, under zero=1, zero=2 and zero=3",
 }
 MOMENTS = (
     "loading",

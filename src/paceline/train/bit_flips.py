@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.comm.checked_collectives import CODE, CONTRIBUTION, FIGURES, SUM, WEIGHTS
 from paceline.comm.checked_reducer import CheckedReducer
+from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Bucket, Buckets
 from paceline.compute.microbatches import tensors_of
 from paceline.compute.state_dict import local
 from paceline.train.replica import Replica
 
 Log = Callable[..., None]  # gets what was flipped: tensor=, element= and bit=
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_bit(tensor: torch.Tensor, chance: random.Random) -> dict[str, int]:
@@ -58,8 +60,10 @@ class BitFlips:
                 self._arm_module(kind == "flip-gradient", chance, log)
             case "flip-bucket":
                 self._arm_bucket(chance.random() < 0.5, chance, log)
+            case "flip-gather":
+                self._arm_transit((WEIGHTS,), chance, log)
             case _:
-                self._arm_transit(chance, log)
+                self._arm_transit((CONTRIBUTION, SUM, CODE), chance, log)
 
     def _arm_module(self, backward: bool, chance: random.Random, log: Log) -> None:
         """Waits for a drawn one of the next outputs of modules with parameters, or for its gradient."""
@@ -109,7 +113,7 @@ class BitFlips:
             usual(bucket)
 
         if late and isinstance(replica.transit, CheckedReducer):
-            replica.transit.tamper = lambda where, bucket, _: flip_in(bucket) if where == "bucket" else None
+            replica.transit.tamper = flip_in
         else:
             replica.send_bucket = send
 
@@ -120,23 +124,29 @@ class BitFlips:
         name, wire = chance.choice(wires)
         return f"the gradient of {name}", wire
 
-    def _arm_transit(self, chance: random.Random, log: Log) -> None:
-        """Waits until a drawn bucket moves, and flips what goes to another worker. In a step that is not verified, it
-        flips the bucket before.
+    def _arm_transit(self, kinds: Collection[str], chance: random.Random, log: Log) -> None:
+        """Waits for a drawn one of the next transfers of these kinds, and flips what goes to another worker. In a step
+        that is not verified, it flips a bucket before.
         """
-        drawn, transit = self._draw_bucket(chance), self._replica.transit
-        if drawn is None:
-            return
+        replica, transit = self._replica, self._replica.transit
         if not isinstance(transit, CheckedReducer):
-            self._arm_bucket(late=False, chance=chance, log=log)
+            if WEIGHTS not in kinds:
+                self._arm_bucket(late=False, chance=chance, log=log)
             return
-        flip = _OneFlip(f"a slice of bucket {drawn.index}", chance, log)
+        # So many there are at least: each bucket is sent, and blocks in both computations.
+        sink = replica.grad_sink
+        count = 2 * len(sink.blocks) if isinstance(sink, FsdpReduceScatter) else len(replica.grad_buffers.buckets)
+        flip, waits = _OneFlip("", chance, log), [chance.randrange(max(1, count))]
 
-        def tamper(where: str, bucket: Bucket, part: torch.Tensor) -> None:
-            if where == "transit" and bucket.index == drawn.index and part.numel() and not flip.done:
+        def tamper(kind: str, tensors: str, part: torch.Tensor) -> None:
+            if kind not in kinds or tensors == FIGURES or flip.done:
+                return
+            waits[0] -= 1
+            if waits[0] < 0:
+                flip.name = f"a message with {tensors}"
                 flip(part)
 
-        transit.tamper = tamper
+        transit.checks.tamper = tamper
 
 
 class _OneFlip:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.checked_collectives import FIGURES
 from paceline.comm.digests import SIGNS, checksum, combined, sketch
 from paceline.comm.gradient_buckets import Bucket, Buckets
 from paceline.compute.forward_backward import Loss
@@ -28,7 +29,7 @@ _LEAST = 0.1  # of the norm of all gradients: what a small gradient is compared 
 # is off by about sqrt(n) units (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019), of
 # float32 also with numbers of 16 bits. The results of exp, log, a difference and a product are rounded.
 _SUMMED, _ROUNDED = math.sqrt(4096), 4.0
-ROWS, FIGURES = "the rows", "the loss, a metric or a buffer"
+ROWS = "the rows"
 
 
 class OutputGradients:

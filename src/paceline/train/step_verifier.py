@@ -15,7 +15,7 @@ from paceline.base.batching import parted, stream_seed
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
-from paceline.comm.checked_reducer import FIGURES as VECTOR
+from paceline.comm.checked_collectives import ATTEMPTS, WEIGHTS, TransferChecks
 from paceline.comm.checked_reducer import CheckedReducer
 from paceline.comm.digests import checksum, combined
 from paceline.comm.gradient_buckets import Bucket, Buckets
@@ -23,13 +23,12 @@ from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.microbatches import name_of
 from paceline.errors import HardwareError, WorkersDifferError
 from paceline.train.replica import compute
-from paceline.train.share_record import FIGURES, ROWS, ShareRecord, first_difference, processor, tolerance_of
+from paceline.train.share_record import ROWS, ShareRecord, first_difference, processor, tolerance_of
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
 from paceline.train.step_verbs import heals, must_repeat, take_batch, take_parts
 from paceline.train.votes import Vote, attempts_by_worker, deviating, majority, partners
 
-ATTEMPTS = 3  # at a step, before the run ends because no two computations agree
 TWICE = 2  # attempts with wrong values after which a worker leaves the run
 _DRAW = -3  # keeps the draw of steps apart from other streams of the seed
 _TEST = "test the memory and the processor of that host before you use it again"
@@ -42,6 +41,8 @@ _UNSTEADY = (
 FAULTS = {
     "contribution": "what {} sent for the sums of {} changed on its way",
     "sum": "the sums of {1} that {0} had added up changed on their way",
+    "code": "what {} sent of the encoded sums of {} changed on its way",
+    "weights": "what {} sent of the weights of {} changed on its way",
     "addition": "{} added up the gradients of {} wrongly",
     "memory": "the sums of {1} changed in the memory of {0}",
     "gradients": "the sums of {1} on {0} differ from those on another worker",
@@ -93,9 +94,8 @@ class StepVerifier:
         context, every = self.context, self.every
         what = "every step is verified" if every == 1 else f"one of {every} steps is verified"
         what += ": its micro-batches are computed twice and compared before the update"
-        codec = f"; sums are not, because codec={context.plan.codec} rounds them" if context.plan.codec else ""
-        context.reporter.decide(context.trainer, what + codec, "--verify-steps")
-        context.reporter.say(what + codec, once=True)
+        context.reporter.decide(context.trainer, what, "--verify-steps")
+        context.reporter.say(what, once=True)
 
     def is_due(self, done: int) -> bool:
         """Whether the step after `done` steps is verified; the same on all workers."""
@@ -121,10 +121,10 @@ class StepVerifier:
         )
 
     def report(
-        self, step: int, workers: Sequence[int], hosts: Sequence[str], tensor: str, text: str, leaves: bool
+        self, step: int, workers: Sequence[int], hosts: Sequence[str], tensor: str, text: str, leaves: bool, then: str
     ) -> None:
-        """Tells the user and the journal that workers were wrong."""
-        then = "that was not the first time: it leaves the run" if leaves else "the step was computed again"
+        """Tells the user and the journal that workers were wrong, and what was done `then` unless one leaves."""
+        then = "that was not the first time: it leaves the run" if leaves else then
         self.context.reporter.say(f"{text} in step {step}; {then}")
         fields = {"step": step, "workers": workers, "hosts": hosts, "tensor": tensor, "text": text, "leaves": leaves}
         self.context.reporter.journal.write("corrupted", trainer=self.context.trainer, **fields)
@@ -140,6 +140,7 @@ class StepCheck:
         self._votes: dict[int, list[Vote]] = {}  # by the rank of the worker whose share it is
         self._faults: list[tuple[int, str, int, str]] = []  # attempt, and kind, worker and tensors of a fault
         self._hosts: dict[int, str] = {}  # by worker: host and device
+        self._checks = TransferChecks(verifier.names)
         self._reducer: CheckedReducer | None = None
         self._shares = list(range(self.context.group.size))  # by rank: whose share the worker computes in addition
         self._mixed = False  # whether several workers are alone in their kind of processor, and check each other
@@ -154,24 +155,20 @@ class StepCheck:
         """Gives each complete bucket to the record before it is sent, and checks the sums."""
         replica = self.context.replica
         usual = replica.transit, replica.send_bucket
-        if replica.transit is not None and replica.codec is None:
-            self._reducer = CheckedReducer(replica.team, replica.transit.route, self._look)
+        if replica.transit is not None:
+            among, layout = (replica.team, replica.transit.route), replica.layout
+            self._reducer = CheckedReducer(*among, self._look, self._checks, replica.codec, layout.groups)
             replica.transit, replica.send_bucket = self._reducer, self._reducer.send
-        else:
-            replica.send_bucket = self._look_and_send
-            self._send = usual[1]
+        replica.layout.check(self._checks)
         try:
             yield
         finally:
             replica.transit, replica.send_bucket = usual
             replica.runner.on_loss = None
+            replica.layout.check(None)
 
     def _look(self, bucket: Bucket) -> None:
         self._records[0].take(bucket)
-
-    def _look_and_send(self, bucket: Bucket) -> None:
-        self._look(bucket)
-        self._send(bucket)
 
     def compute_other(self) -> None:
         """Computes another worker's micro-batches, without sending anything, and restores everything. Collective."""
@@ -179,6 +176,7 @@ class StepCheck:
         began, group, replica = time.perf_counter(), context.group, context.replica
         if step.digest is None and group.size > 1:
             step.digest = context.weights.digest_state()
+        self._checks.begin()
         merges = self._choose_partners()
         partner = self._shares[group.rank]
         assignment = replace(context.shares.assignment, rank=partner // replica.mesh.unit)
@@ -235,19 +233,19 @@ class StepCheck:
         """
         context, step = self.context, self.step
         reports = self._compare_digests()
-        if step.agreed.failed or any(failed for *_, failed in reports):
+        faults = self._all_faults(reports)
+        if any(failed for *_, failed in reports) or (step.agreed.failed and not faults):
             self._votes.clear()
             step.options.merge = 1  # memory was too small for more, or more together failed
             return must_repeat(context, step) or self._again()
         if step.digest is not None and heals(context, step):
             self._votes.clear()
             return self._again()
-        faults = self._all_faults(reports)
         differs = any(report[1] != reports[share][0] for report, share in zip(reports, self._shares, strict=True))
         unequal: dict[int, str] = {}
         if differs or faults or self._mixed or self._votes:
             self._vote()
-            unequal = self._unequal()
+            unequal = self._withdraw() if faults and context.replica.layout.gathers else self._unequal()
         self._faults += [(self.attempt, *fault) for fault in faults]
         if unequal or faults:
             return self._differs(unequal)
@@ -264,7 +262,20 @@ class StepCheck:
         seconds = time.perf_counter() - self.began
         fields = {"step": step.number + 1, "attempts": self.attempt + 1, "seconds": seconds}
         context.reporter.journal.write("verified", trainer=context.trainer, **fields)
+        self._checks.begin()
         return False
+
+    def finish(self) -> None:
+        """Names workers whose updated weights changed on their way to others, who have taken them again. Collective."""
+        if not self.context.replica.layout.overwrites_gradients:  # nothing was gathered
+            return
+        self.context.group.declare(f"{self.step.name}, gathered", check=False, kind="verification")
+        reports = self.context.group.gather_json([self._device, [[*fault] for fault in self._checks.faults]])
+        faults = dict.fromkeys(tuple(fault) for _, seen in reports for fault in seen)
+        if faults:
+            self._hosts = {name: host for name, (host, _) in zip(self.context.group.names, reports, strict=True)}
+            self._faults = [(self.attempt, *fault) for fault in faults]
+            self._name([], must_leave=False, then="they were sent again")
 
     def _compare_digests(self) -> list[Any]:
         """Returns, by rank: digests of the worker's own share and of the other one, and of the gradients of the update
@@ -273,23 +284,14 @@ class StepCheck:
         replica, faults, gradients = self.context.replica, list[list[Any]](), 0
         if self._reducer is not None:
             self._reducer.confirm()
-            faults = [[kind, worker, self._name_of(bucket)] for kind, worker, bucket in self._reducer.faults]
-        if self._mesh.data > 1 and (self._reducer is None or replica.grad_buffers.exact is not None):
+            faults = [[*fault] for fault in self._checks.faults]
+        if self._mesh.data > 1 and (replica.codec is not None or replica.grad_buffers.exact is not None):
             gradients = combined(map(checksum, replica.grad_buffers.sums))
         local, other = self._records
         self.context.group.declare(f"{self.step.name}, compared", check=False, kind="verification")
         return self.context.group.gather_json(
             [local.digest, other.digest, gradients, faults, local.failed or other.failed]
         )
-
-    def _name_of(self, bucket: int) -> str:
-        """Names the tensors of a bucket."""
-        assert self.verifier.buckets is not None
-        if bucket == VECTOR:
-            return FIGURES
-        members = self.verifier.buckets.buckets[bucket].members
-        first = self.verifier.names[members[-1]]  # buckets begin with the last parameters
-        return first if len(members) == 1 else f"{first} and the next {len(members) - 1} parameters"
 
     def _all_faults(self, reports: Sequence[Any]) -> list[tuple[str, int, str]]:
         """Returns the faults of sums that any worker has seen, each once."""
@@ -304,12 +306,17 @@ class StepCheck:
                 faults |= {(kind, names[other], GRADIENTS): None for other in known}
         return [*faults]
 
+    @property
+    def _device(self) -> str:
+        """This worker's host and device."""
+        return f"{self.context.run.team.world.host}, {name_of(self.context.job.device)}"
+
     def _vote(self) -> None:
         """Gathers what all workers computed in this attempt. Each share gets the votes of two workers."""
-        context, group = self.context, self.context.group
+        group = self.context.group
         local, other = (record.content(self._kinds[group.rank]) for record in self._records)
         group.declare(f"{self.step.name}, in detail", check=False, kind="verification")
-        reports = group.gather_json([local, other, f"{context.run.team.world.host}, {name_of(context.job.device)}"])
+        reports = group.gather_json([local, other, self._device])
         self._hosts = {name: host for name, (*_, host) in zip(group.names, reports, strict=True)}
         for first in range(0, group.size, self.verifier.period):  # of a unit, one worker may have the outputs
             for contents in list(zip(*reports[first : first + self.verifier.period], strict=True))[:2]:
@@ -334,6 +341,14 @@ class StepCheck:
             elif name:
                 unequal[share] = name
         return unequal
+
+    def _withdraw(self) -> dict[int, str]:
+        """Withdraws the votes of this attempt: what has changed within a replica changed all that it computed."""
+        for share, votes in [*self._votes.items()]:
+            del votes[-2:]
+            if not votes:
+                del self._votes[share]
+        return {}
 
     def _differs(self, unequal: Mapping[int, str]) -> bool:
         """Prepares the next attempt. Ends the run, or a worker, if no attempt can agree."""
@@ -368,9 +383,10 @@ class StepCheck:
 
     # -- what people learn ------------------------------------------------------------------------------------------
 
-    def _name(self, wrong: Sequence[Wrong], must_leave: bool) -> None:
+    def _name(self, wrong: Sequence[Wrong], must_leave: bool, then: str = "the step was computed again") -> None:
         """Names the workers that were wrong. Raises HardwareError on each that was wrong too often in the run, if
-        others can go on. `must_leave`: they can only go on without those that were wrong in several attempts.
+        others can go on. `must_leave`: they can only go on without those that were wrong in several attempts. `then`
+        says what was done.
         """
         verifier, group = self.verifier, self.context.group
         attempts = self._attempts_of(wrong)
@@ -397,7 +413,8 @@ class StepCheck:
             texts[FAULTS[kind].format(self._who([worker]), name)] = [worker], name
         for text, (workers, name) in texts.items():
             hosts = [self._hosts[worker] for worker in workers]
-            verifier.report(self.step.number + 1, workers, hosts, name, text, not {*leaving}.isdisjoint(workers))
+            leaves = not {*leaving}.isdisjoint(workers)
+            verifier.report(self.step.number + 1, workers, hosts, name, text, leaves, then)
         self._faults.clear()
         self._votes.clear()
         worker = group.names[group.rank]
@@ -417,7 +434,9 @@ class StepCheck:
         """Raises WorkersDifferError: no two computations agree."""
         step = f"in step {self.step.number + 1}, {ATTEMPTS} times in a row"
         if not unequal:
-            raise WorkersDifferError(f"the sums of {self._faults[-1][3]} changed on their way {step}", _TEST)
+            _, kind, _, tensors = self._faults[-1]
+            what = "weights" if kind == WEIGHTS else "sums"
+            raise WorkersDifferError(f"the {what} of {tensors} changed on their way {step}", _TEST)
         share, name = next(iter(unequal.items()))
         workers = sorted({vote.worker for vote in self._votes[share]})
         hosts = [self._hosts[worker] for worker in workers]

@@ -51,6 +51,7 @@ def verified_step(verifier: StepVerifier, context: StepContext, batches: Batches
             examine(context, step)
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)
+            check.finish()
     return end_step(context, step, attempt)
 
 
