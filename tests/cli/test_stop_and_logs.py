@@ -10,7 +10,7 @@ from agents import journal, until
 from launching import free_port, paceline
 from warm import Process, environment
 
-from paceline.team.coordinator import STOPPED
+from paceline.base.exit_codes import STOPPED
 
 SLOWLY = """
 from basics import *

@@ -11,10 +11,10 @@ import pytest
 
 from paceline.base.batching import Agreed
 from paceline.base.environment import World
+from paceline.base.exit_codes import STOPPED
 from paceline.session.notices import Notices
 from paceline.session.script_position import ScriptPosition
 from paceline.session.training_loop import LoopState
-from paceline.team.coordinator import STOPPED
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
 from paceline.base.environment import host_name, variable
+from paceline.base.exit_codes import STOPPED
 from paceline.base.heartbeat import BUSY, DONE, LOADED, USUAL
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
@@ -41,7 +42,6 @@ from paceline.launch.spares import team_text
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.progress import Progress
-from paceline.team.coordinator import STOPPED
 from paceline.team.coordinator_client import AWAY, CoordinatorClient
 from paceline.team.etcd_lease import Lease
 

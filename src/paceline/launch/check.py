@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import in_one_line, say
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.fork_server import Kept
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
-from paceline.launch.outcome import INTERRUPTED
 from paceline.plan import Plan
-from paceline.team.coordinator import STOPPED
 
 FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
 LIMIT = {"float64": 1e-9, "float32": 1e-3}  # beyond this it is not rounding

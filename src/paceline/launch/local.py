@@ -32,6 +32,7 @@ from paceline.base.environment import (
     trainjob_server,
     variable,
 )
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT
 from paceline.base.journal import Journal, replace_file
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
 from paceline.base.mesh import pick_ranks
@@ -58,7 +59,6 @@ from paceline.plan import Plan
 from paceline.team.auth import keep_token, make_token, read_token
 from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.etcd_lease import parse_store
-from paceline.team.host_failures import LEFT_OUT
 
 PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
 REJOIN = 60.0  # seconds in which a run goes on under another plan
@@ -114,7 +114,7 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
                 # Where the first team is on several hosts, the other hosts have ended with the run.
-                killed = (options.raw or 128 < code != 130) and options.size <= options.workers
+                killed = (options.raw or 128 < code != INTERRUPTED) and options.size <= options.workers
                 if not (again or variables) or not killed or restarts > options.max_restarts:
                     notifier.end(run_folder(options), code)
                     return code

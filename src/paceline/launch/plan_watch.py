@@ -13,19 +13,18 @@ from typing import Any
 
 from paceline.base.console import say
 from paceline.base.environment import cache_folder, gpus
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.heartbeat import BUSY, DONE, STEPS, USUAL
 from paceline.base.journal import NAME, Journal, Reader
 from paceline.base.text import duration, plural
 from paceline.errors import PlanError
 from paceline.launch.options import ChosenPlan, LaunchOptions
-from paceline.launch.outcome import INTERRUPTED
 from paceline.launch.workers import Worker
 from paceline.plan import Plan
 from paceline.planner.candidates import words_to_join
 from paceline.planner.choose import milliseconds
 from paceline.planner.history import HISTORY, History
 from paceline.planner.outlook import ALIKE, MARGIN, Now, Outlook, PlanChange
-from paceline.team.coordinator import STOPPED
 
 LOOK = 0.5  # seconds between two looks
 SECONDS = 4.0  # for which a team must have trained, and made `WARM` steps

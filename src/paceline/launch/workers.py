@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.environment import SERVERS, starts_cold, worker_environment
+from paceline.base.exit_codes import STOPPED
 from paceline.base.heartbeat import HeartbeatView
 from paceline.base.journal import Journal
 from paceline.base.schema import find_wrong, read_json
@@ -34,7 +35,6 @@ from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, re
 from paceline.launch.raw import hold_port, worker_variables
 from paceline.launch.spares import is_one_host
 from paceline.launch.tuning import doubts, pin, pin_threads, surround
-from paceline.team.coordinator import STOPPED
 
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most from an ended worker, because its children may continue to write

@@ -10,10 +10,8 @@ from typing import Never
 
 from paceline.base.batching import Agreed
 from paceline.base.environment import World
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.session.reporter import Reporter
-from paceline.team.coordinator import STOPPED
-
-INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 class Notices:

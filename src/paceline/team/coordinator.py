@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.environment import SERVERS
+from paceline.base.exit_codes import STOPPED
 from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import At, Coming
@@ -46,7 +47,6 @@ LINES = 50  # console lines that are kept for agents that have not received them
 AWAITED = 60.0  # seconds to wait for a silent agent if no other host has the state of its workers
 LATER = 503  # HTTP status of the answer to an agent that has to ask again, see `Coordinator.defers`
 EXPELLED = "HardwareError"  # the exception of a worker whose host computes wrong values: it is not started again
-STOPPED = 75  # EX_TEMPFAIL: exit code of a worker that left or stopped on request; the same command continues the run
 
 
 @dataclass

@@ -12,7 +12,6 @@ from paceline.base.console import in_one_line
 from paceline.base.text import plural
 from paceline.team.worker_slots import WorkerReport
 
-LEFT_OUT = 79  # exit code of an agent whose host is left out of the run
 FORBIDDEN = 403  # HTTP status of the answer to an agent whose host is left out
 SHOWN = 4  # newest reasons that are shown
 LONGEST = 300  # characters of a reason

@@ -21,6 +21,7 @@ import torch
 from paceline.base.batching import Moment, StateLostError, Status, Transaction, resolve, route_transfers
 from paceline.base.console import say
 from paceline.base.environment import World
+from paceline.base.exit_codes import LEFT_BEHIND
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.time_accounting import Account
 from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
@@ -34,7 +35,6 @@ from paceline.team.state_owner import StateOwner
 
 LARGE = 1 << 16  # least bytes of a tensor that is handed over in its own message
 PAUSE = 0.05  # seconds between two looks at the orders
-REFUSED = 76  # exit code of a worker that missed steps of the team: it may join again as a newcomer
 
 
 class ReformedError(PeerLostError):
@@ -433,7 +433,7 @@ class Transactions:
     def _come_back_as_new(self, why: str) -> Never:
         """Ends this worker, whose script is not at the same point as the others'."""
         say(f"paceline: worker {self.worker} {why}, and exits")
-        os._exit(REFUSED)
+        os._exit(LEFT_BEHIND)
 
     def _resolve(self, attempt: Attempt | None) -> bool:
         """Brings all members to the same transaction. Returns whether all repeat it, and newcomers may enter before."""

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.base.console import Passing, command_line, say, shown
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT, STOPPED
 from paceline.base.polling import can_read
 from paceline.base.schema import read_json
 from paceline.base.text import spans
@@ -44,8 +45,6 @@ from paceline.launch.engines.manifests import (
 )
 from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import signals
-from paceline.team.coordinator import STOPPED
-from paceline.team.host_failures import LEFT_OUT
 
 LOOK = 1.0  # seconds between two looks
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
@@ -359,7 +358,7 @@ class Follower:
 
     @property
     def _asked(self) -> int:
-        return 130 if self._stop_signal == signal.SIGINT else STOPPED
+        return INTERRUPTED if self._stop_signal == signal.SIGINT else STOPPED
 
     def _tell(self, text: str) -> None:
         if text != self._last_text:
@@ -466,7 +465,7 @@ class Follower:
         self._farewell()
         codes = [first or 1]
         for number, pod in sorted(self._pods.items()):
-            if number and (ended := code(pod)) not in (None, 0, 2, 130, *PASSING):
+            if number and (ended := code(pod)) not in (None, 0, 2, INTERRUPTED, *PASSING):
                 codes.append(ended or 1)
                 done = self._kubectl("logs", pod["metadata"]["name"], f"--container={CONTAINER}", f"--tail={LINES}")
                 for line in done.stdout.splitlines():

@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import Coloured, Passing, coloured, in_one_line, last_painted, printable, say
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT, STOPPED
 from paceline.base.schema import read_message
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.preflight_run import Preflight
-from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
+from paceline.launch.engines.remote_agent import GO_ON, MARK
 from paceline.launch.local import signals
 from paceline.plan import Plan
-from paceline.team.host_failures import LEFT_OUT
 
 BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
 ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
@@ -463,7 +463,8 @@ class Launcher:
             self._say(f"{first.spec.name}: {first.end.kind} ({first.end.text}); run the same command again to continue")
             return STOPPED
         if not first.ordered:
-            return 130 if self.stop_signal == signal.SIGINT else STOPPED
-        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, LEFT_OUT, 130)]
+            return INTERRUPTED if self.stop_signal == signal.SIGINT else STOPPED
+        no_failure = (None, 0, 2, STOPPED, LEFT_OUT, INTERRUPTED)
+        others = [host.code for host in self._hosts[1:] if host.code not in no_failure]
         code = others[0] if first.code == 1 and others and others[0] else first.code
         return code if code is not None and code >= 0 else 1

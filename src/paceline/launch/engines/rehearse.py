@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import Host, parse_hosts, read_variables, split_options
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.options import LaunchOptions
-from paceline.launch.outcome import INTERRUPTED
-from paceline.team.coordinator import STOPPED
 
 WAIT = 60.0  # seconds in which all hosts must answer
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from paceline.base.console import shown
 from paceline.base.environment import FUNCTION, address_towards, gpus, reached_at
+from paceline.base.exit_codes import STOPPED
 from paceline.base.polling import can_read, wait_for
 from paceline.base.schema import SAME_VERSION, read_json
 from paceline.errors import FormatError, UsageError
@@ -42,7 +43,6 @@ SILENCE = 15.0  # seconds without a byte, after which the connection counts as b
 PATIENCE = 20.0  # seconds in which the running coordinator of the first host must be reached
 VALUE = 1 << 19  # bytes of a value in one line
 PIECE = 4096  # bytes that a pipe accepts at once if it accepts any
-STOPPED = 75
 GO_ON = 255
 CONSOLE = "console.log"  # a file in the run folder: the output after the launcher has left
 

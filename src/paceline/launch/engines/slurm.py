@@ -19,10 +19,10 @@ from typing import Any
 
 from paceline.base.console import Passing, in_one_line, say, shown
 from paceline.base.environment import outside_of_slurm, slurm_job, worker_environment
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import End, Engine, Host, split_options
 from paceline.launch.engines.launcher import HostJob
-from paceline.launch.engines.remote_agent import STOPPED
 
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit
@@ -239,7 +239,7 @@ def _follow(job: str, output: Path) -> int:
             ):
                 passing.close()
                 code = fields.get("ExitCode", "1:0").partition(":")[0]
-                return 130 if asked else int(code) or (0 if state == "COMPLETED" else 1)
+                return INTERRUPTED if asked else int(code) or (0 if state == "COMPLETED" else 1)
             time.sleep(LOOK)
         except KeyboardInterrupt:
             pending = "RUNNING" not in last_news.upper()
