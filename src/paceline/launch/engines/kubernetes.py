@@ -96,7 +96,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     """Creates a Job and follows its first pod to the end. Returns the run's exit code, or 0 with `--detach`. `values`:
     environment variables for the workers. UsageError: options do not fit. LaunchError: Kubernetes refuses.
     """
-    job = ask(given, options, values, again)
+    job = pod_job(given, options, values, again)
     if given["dry_run"]:
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests(job, shown=True)}, indent=2)
         say(text, sys.stdout)
@@ -111,7 +111,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
             create(kubectl, manifest)
             if not number:
                 made.callback(follower.remove)
-        possess(kubectl, owner, others, prerequisites, bool(job.options.waits_for))
+        own_objects(kubectl, owner, others, prerequisites, bool(job.options.waits_for))
         say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
@@ -122,7 +122,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     return 0
 
 
-def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> PodJob:
+def pod_job(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> PodJob:
     """Makes a job description from the options. UsageError: an option is missing or wrong."""
     if given["nodes"] is None:
         raise UsageError("the number of hosts is missing", "pass -N HOSTS")
@@ -190,7 +190,7 @@ def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
     _checked(kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest)))
 
 
-def possess(
+def own_objects(
     kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], prerequisites: Sequence[Manifest], queued: bool
 ) -> None:
     """Creates `others` as objects that the Job owns, and makes it the owner of `prerequisites`, which exist: Kubernetes

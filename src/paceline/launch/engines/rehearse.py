@@ -41,9 +41,9 @@ class HostRehearsal:
         """The number of workers on all hosts."""
         return sum(self.counts)
 
-    def run(self, folder: Path, options: LaunchOptions, order: dict[str, Any]) -> tuple[int, Any]:
+    def run(self, folder: Path, options: LaunchOptions, request: dict[str, Any]) -> tuple[int, Any]:
         """Runs the script in a fresh run folder of each host. With fewer workers than the hosts have, the first host
-        runs all of them. Returns the exit code, and the answer to the order, or None without an answer. SystemExit:
+        runs all of them. Returns the exit code, and the answer to the request, or None without an answer. SystemExit:
         the run was asked to stop.
         """
         hosts = [Host(host.name, host.workers or 1) for host in self.hosts]
@@ -60,7 +60,7 @@ class HostRehearsal:
             "begin": options.workers,
             "quiet": True,
             "temporary": True,
-            "environment": {**self.environment, "PACELINE_CHECK": json.dumps(order)},
+            "environment": {**self.environment, "PACELINE_CHECK": json.dumps(request)},
         }
         engine = Ssh(hosts, self.engine)
         try:
