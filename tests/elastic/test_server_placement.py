@@ -32,9 +32,9 @@ class Served:
             self.said[SERVER + number] = WorkerReport(store=STORE, newcomer=True, at=TAKES, holds=True)
         self.report()
 
-    def start(self, roster: Membership) -> Coordinator:
+    def start(self, membership: Membership) -> Coordinator:
         record = lambda event, **fields: self.journal.append({"event": event, **fields})
-        made = Coordinator(3, 1, record, roster)
+        made = Coordinator(3, 1, record, membership)
         made.join("a", "logs", STORE, [0, 1], 2)
         return made
 

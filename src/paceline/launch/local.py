@@ -43,8 +43,17 @@ from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.foreign_scripts import refuse_foreign
-from paceline.launch.fork_server import Kept
-from paceline.launch.joining import HostExcludedError, address_of, find, introduction, join, likeness, listen, stand_by
+from paceline.launch.fork_server import WarmProcessHolder
+from paceline.launch.joining import (
+    HostExcludedError,
+    address_of,
+    find_run,
+    introduction,
+    join,
+    likeness,
+    listen,
+    stand_by,
+)
 from paceline.launch.mirror import mirror, shared
 from paceline.launch.notify import Notifier
 from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
@@ -96,7 +105,7 @@ def launch(options: LaunchOptions) -> int:
 
 def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:
     """Runs a new or resumed run of this command, and restarts it after a loss that it cannot survive."""
-    with mirror(options.mirror) as variables, Kept() as kept:
+    with mirror(options.mirror) as variables, WarmProcessHolder() as kept:
         environment = {**options.environment, **variables}
         kept = options.kept or kept
         options = replace(options, run_dir=str(run_folder(options)), environment=environment, kept=kept)
@@ -242,7 +251,7 @@ def _join_until_end(options: LaunchOptions, notifier: Notifier) -> int:
     """Joins a run that another command has started, and joins it again each time that its plan has changed. Returns the
     exit code.
     """
-    with Kept() as kept:
+    with WarmProcessHolder() as kept:
         options = replace(options, kept=options.kept or kept)
         while True:
             try:
@@ -259,7 +268,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> tuple[int, LaunchOption
     """Starts workers for a run that another command has started. Returns the exit code, and the options with which to
     join the run again if it goes on under another plan. HostExcludedError: the run leaves this host out.
     """
-    address, token, folder = find(options)
+    address, token, folder = find_run(options)
     has_own_folder = folder is None
     if folder is None:
         folder = run_folder(options)

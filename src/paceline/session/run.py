@@ -169,7 +169,7 @@ class Run:
         self.checkpoints.collect_due = agreed.written > 0 and agreed.writing == 0
         if agreed.save or agreed.stop or agreed.enter:
             self.notices.agreed(agreed)
-        if profile := self.team.transactions.orders.profile:
+        if profile := self.team.transactions.commands.profile:
             self.reporter.profiles.between_steps(self.trainers.step, profile)
 
     def between(self, ends: bool = False) -> None:

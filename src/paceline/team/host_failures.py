@@ -40,7 +40,7 @@ def describe(failures: Iterable[Failure]) -> str:
 
 @dataclass
 class HostFailures:
-    """The failures of hosts, by host. After `limit` failures a host is to be left out (None: never). It is also to be
+    """The failures of hosts, by host. After `limit` failures a host must be left out (None: never). It must also be
     left out if its workers computed `wrong` values twice in this run, and the run has other hosts.
 
     `agents` are the hosts of agents. `excluded` has the reasons for each host that is left out, and `spared` the hosts

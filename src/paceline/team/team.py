@@ -222,8 +222,8 @@ class Team:
     @property
     def only_leaves(self) -> bool:
         """Whether the generation that waits for `form` has present workers only."""
-        order = self.transactions.orders.newest
-        return order is not None and {*order.members} <= {*self.group.names}
+        generation = self.transactions.commands.newest
+        return generation is not None and {*generation.members} <= {*self.group.names}
 
     def form(self, lost: PeerLostError | None = None) -> int:
         """Forms the team for a training loop of the script's own that goes on when workers come and go.
