@@ -116,7 +116,7 @@ def test_restarted_coordinator_knows_which_parameter_server_joins_again() -> Non
     play.coordinator.recovering = play.now + RETURN
     play.report()
     assert play.coordinator.recovering == math.inf
-    assert play.coordinator.order == Announcement(1, (0, 1), planned=True)
+    assert play.coordinator.announcement == Announcement(1, (0, 1), planned=True)
 
 
 # ---- agents that are silent
