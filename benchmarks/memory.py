@@ -40,7 +40,7 @@ from turns import record
 
 import paceline
 from paceline.compute.state_dict import held
-from paceline.session.validation import peak_memory
+from paceline.session.process_memory import peak_memory
 
 LAYERS, WIDTH, STEPS = 16, 2000, 2
 CPU = torch.device("cpu")

@@ -39,7 +39,7 @@ from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, in_order, l
 
 import paceline
 from paceline.launch.tuning import surround
-from paceline.session.validation import peak_memory
+from paceline.session.process_memory import peak_memory
 
 AGREE, LENGTH, INPUTS, STEPS = 1e-4, 16, 32, 3  # steps of a round
 TOGETHER = ("trainer", "sum", "gather")

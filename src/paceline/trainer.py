@@ -57,36 +57,40 @@ from paceline.parallel.tensor_parallel.script_view import (
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
-from paceline.session.closed_trainers import Ended, refuse_calls, release
+from paceline.session.closed_trainers import EndedTrainer, refuse_calls, release
 from paceline.session.error_hints import AnnotatedCallable
 from paceline.session.gpu_usage import gpu_utilisation
+from paceline.session.grid_text import describe_grid, idle_text, resumed_grid
 from paceline.session.logging import TrainerLogging
 from paceline.session.loop_batches import BroughtBatch, LoopBatches
 from paceline.session.memory_snapshot import has_run_out
-from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
-from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
-from paceline.session.validation import (
-    Fixed,
-    FromScript,
-    Schedule,
-    build_model,
-    check_callable,
-    check_types,
-    choose_plan,
+from paceline.session.optimizer_arguments import (
     coupling_of,
-    device_of,
     enable_fused,
-    layers_at_rest,
     left_out,
-    missing_method,
     names_to_own,
     optimizers_of,
     refuse_fused,
     refuse_other_groups,
-    refuse_other_places,
     refuse_spread,
-    refuse_words,
     schedulers_of,
+)
+from paceline.session.script_settings import ScriptSettings
+from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
+from paceline.session.trainer_state import TrainerState
+from paceline.session.training_loop import LoopState, SavedFields
+from paceline.session.validation import (
+    Schedule,
+    SetOnce,
+    build_model,
+    check_callable,
+    check_types,
+    choose_plan,
+    device_of,
+    layers_at_rest,
+    missing_method,
+    refuse_other_places,
+    refuse_words,
     settle_arithmetic,
     sharing,
     trainable,
@@ -149,7 +153,7 @@ class Trainer(TrainerLogging):
         ...     print(report.step, report.loss)
     """
 
-    model = Fixed[nn.Module](
+    model = SetOnce[nn.Module](
         "the optimizer refers to its parameters; create another Trainer, or use trainer.model.load_state_dict(...)"
     )
     save_frozen = True
@@ -215,7 +219,7 @@ class Trainer(TrainerLogging):
         reporter.tell_decisions(self._number, job.decisions)
         with run.check.refusals():
             optimizers = self._optimizers(optimizer, mesh)
-        self._script_settings = FromScript.of(seed, optimizers, self.model)
+        self._script_settings = ScriptSettings.of(seed, optimizers, self.model)
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
@@ -223,7 +227,7 @@ class Trainer(TrainerLogging):
         for name in enable_fused(optimizers, device, self.plan.exact, job.in_rows):
             reporter.decide(self._number, f"{name} runs fused", _FUSED)
         merging = MergePolicy(self._device, never=run.check.reverse or self.plan.one_by_one)
-        run.trainers.agreement.weights.append(weights := self._weights(job, mesh))
+        run.trainers.agreement.comparisons.append(weights := self._make_comparison(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         self._context = StepContext(
             run, self._number, job, self._replica, self.plan, self._streams, merging, weights, self._grid
@@ -231,8 +235,8 @@ class Trainer(TrainerLogging):
         self._strategy = build_strategy(self._context)
         self._answer = self._requested_answer() if run.check.asks else None
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
-        self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
-        self._state = State(partial(restore_copies, job=job))
+        self._phases, self.unused_loops = list[LoopState](), list[LoopState]()  # the latter were made and not run
+        self._state = TrainerState(partial(restore_copies, job=job))
         self._follow_values(schedule, schedulers)
         run.trainers.enlist(self, self.model, self._state)
         if run.resume.tree:
@@ -287,7 +291,7 @@ class Trainer(TrainerLogging):
         if len(run.trainers.classes) <= number:
             return  # an error ended the constructor
         if self._line is not None:
-            run.trainers.forget(number, Ended.of(self, self.snapshot(), self.viewed))
+            run.trainers.forget(number, EndedTrainer.of(self, self.snapshot(), self.callable_model))
             self.dismantle()
             return
         parts = object.__new__(type(self))
@@ -308,12 +312,12 @@ class Trainer(TrainerLogging):
         return self._job.redistributors if self._line is None else []
 
     @property
-    def unmoved(self) -> str:
+    def schedule_warning(self) -> str:
         """What to tell the user at the end if a plateau schedule never got a value; else empty."""
-        return self.plateau.unmoved
+        return self.plateau.schedule_warning
 
     @property
-    def viewed(self) -> nn.Module | None:
+    def callable_model(self) -> nn.Module | None:
         """The model, if the losses of other trainers may call it."""
         return self.model if self._line is None or self._line["viewed"] else None
 
@@ -371,7 +375,7 @@ class Trainer(TrainerLogging):
         return self.done
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrainerState:
         """The script's own values, which checkpoints contain. A new worker joins the team first."""
         self._run.need_team()
         return self._state
@@ -543,7 +547,7 @@ class Trainer(TrainerLogging):
         source = Source.of(dataset, self._seed, collate, order, loader)
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
         phase.site = call_site()
-        self.untouched.append(phase)
+        self.unused_loops.append(phase)
         loop = self._loop(phase, source, self._grid)
         run = self._run
         return with_script_views(loop, lambda: run.trainers.members)
@@ -588,7 +592,7 @@ class Trainer(TrainerLogging):
 
     def _loop(self, phase: LoopState, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
-        self.untouched.remove(phase)
+        self.unused_loops.remove(phase)
         run.script.calls.update(phase.inside)
         if phase.complete or self._stopped:
             run.say_finished()
@@ -617,7 +621,7 @@ class Trainer(TrainerLogging):
                     if source.rows is None and lockstep:  # it may be longer on other hosts
                         self._together(_END)
                     else:
-                        run.between()
+                        run.between_steps()
                     break
                 phase.stream = batches.position
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
@@ -633,7 +637,7 @@ class Trainer(TrainerLogging):
                         what, "leave the loop with `break` right after close(), or call close() after the loop"
                     )
                 if run.script.loops[0] is phase:
-                    run.between(ends=self._stopped or phase.done == phase.total)
+                    run.between_steps(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
                     break
             else:
@@ -874,8 +878,8 @@ class Trainer(TrainerLogging):
         """
         self._need_open()
         self._run.need_team()
-        if not self.done and not self._run.resume.imported and self._script_settings.untrained(self.model):
-            why = "the loop that steps() returned was not run" if self.untouched else "this process made no step"
+        if not self.done and not self._run.resume.imported and self._script_settings.is_untrained(self.model):
+            why = "the loop that steps() returned was not run" if self.unused_loops else "this process made no step"
             what = f"these weights are not trained: {why}"
             self._reporter.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
@@ -1014,12 +1018,12 @@ class Trainer(TrainerLogging):
             return None
         return self._context.figures.measure(self._strategy.memory(), besides)
 
-    def measured(self, reports: list[Any]) -> None:
+    def record_measurements(self, reports: list[Any]) -> None:
         """Journals the measurements of all workers for the report."""
         self._context.figures.write(reports)
         self._strategy.end_loop()
 
-    def look_around(self) -> None:
+    def update_callable_models(self) -> None:
         """Updates the list of models that this trainer's loss may call."""
         self._replica.runner.guard.look_around()
 
@@ -1059,7 +1063,8 @@ class Trainer(TrainerLogging):
             what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has made steps"
             raise CheckpointError(what, "use another checkpoint, or start a new run in another --run-dir")
         checkpoint = f"checkpoint of step {self._run.resume.step} in {self._run.folder.path or 'memory'}"
-        with saved.naming("what others sent" if self._run.resume.step is None else f"the {checkpoint}", self._number):
+        origin = f"the {checkpoint}" if self._run.resume.step is not None else "the state that other workers sent"
+        with saved.naming(origin, self._number):
             left_out = frozen(self.model).keys() - saved["model"].keys()  # by save_frozen=False
             if newcomer and self._run.resume.step is not None:
                 full = {name: value for name, value in model_state(self._job).items() if name in left_out}

@@ -49,7 +49,7 @@ from paceline.observe.summary import Summary, explain
 from paceline.observe.timeline import trace
 from paceline.observe.trainjob import status
 from paceline.observe.watch import watch
-from paceline.session.checkpoint_manager import load_user_streams
+from paceline.session.user_streams import load_user_streams
 from paceline.team.reading_key import write_targets
 
 SCRIPT = SCRIPTS / "linear.py"

@@ -31,7 +31,7 @@ from paceline.launch.options import LaunchOptions
 RANGE = "from {} to 999,999,999,999; write it in digits"
 EMPTY = "is empty; give a value: perhaps a variable of the shell is not set"
 LONG = "a" * 5000
-UNUSABLE = f"{'a' * 80}... cannot be used (File name too long); see to that, or give another path"
+UNUSABLE = f"{'a' * 80}... cannot be used (File name too long); correct that, or give another path"
 
 
 @pytest.fixture
@@ -445,7 +445,8 @@ def test_a_module_runs_as_python_runs_it(tmp_path, start):
 
 
 def test_a_full_disk_ends_a_command_in_a_sentence(tmp_path: Path) -> None:
-    said = "paceline: not all could be written (No space left on device); free some space where the output goes\n"
+    why = "the output could not be written completely (No space left on device)"
+    said = f"paceline: {why}; free some space where it goes\n"
     for env in ({"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}):
         with open("/dev/full", "w") as full:
             command = [sys.executable, "-m", "paceline", "metrics", "--rules"]

@@ -10,7 +10,7 @@ from agents import journal, until
 from launching import free_port, paceline
 from warm import Process, environment
 
-from paceline.team.coordinator import STOPPED
+from paceline.base.exit_codes import STOPPED
 
 SLOWLY = """
 from basics import *
@@ -67,7 +67,8 @@ def test_what_cannot_be_come_back_to(tmp_path: Path) -> None:
         "of its coordinator with --token-file\n"
     )
     assert refusal("stop", where) == (
-        "paceline: a run at HOST:PORT needs its token; copy its file token here, and pass --token-file FILE\n"
+        "paceline: a run at HOST:PORT needs its token; copy the file token of its run folder here, and pass "
+        "--token-file FILE\n"
     )
     (tmp_path / "run").mkdir()
     assert refusal("stop", "run") == (

@@ -59,8 +59,8 @@ class Play:
         generations = [entry for entry in self.journal if entry["event"] == "generation"]
         *before, known = [{"workers": self.hosts["a"], "number": 0, "at_once": 0}, *generations]
         past = tuple(before[-1]["workers"]) if before else ()
-        roster = Membership(tuple(known["workers"]), known["number"], known["at_once"], before=past)
-        made = Coordinator(100, 1, self.record, roster)
+        membership = Membership(tuple(known["workers"]), known["number"], known["at_once"], before=past)
+        made = Coordinator(100, 1, self.record, membership)
         made.version = 1_000_000 * (1 + len(self.journal))
         return made
 
@@ -136,7 +136,7 @@ class Play:
 
     @property
     def members(self) -> set[int]:
-        return set(self.coordinator.roster.members)
+        return set(self.coordinator.membership.members)
 
 
 def wanted_life(orders: dict[str, Any], number: int) -> int:
@@ -246,9 +246,9 @@ def test_any_order_of_faults_and_joins_leaves_one_team_of_all_living_workers(
     assert everybody.keys() - living == {n for n, said in everybody.items() if said.leaves and said.status == 75}
     assert play.members <= living
     assert min(len(living), full_size(play)) - len(play.members) < play.places, "a replica is not let in"
-    assert play.coordinator.roster.entered == play.members
+    assert play.coordinator.membership.entered == play.members
     for number in play.members:
-        assert everybody[number].formed == play.coordinator.roster.number or play.coordinator.roster.number == 0
+        assert everybody[number].formed == play.coordinator.membership.number or play.coordinator.membership.number == 0
 
 
 def full_size(play: Play) -> int:
@@ -318,10 +318,10 @@ def test_spares_of_a_host_with_two_workers_get_no_copy() -> None:
 
 def test_kill_of_a_spare_leaves_the_team_alone() -> None:
     play = with_spares(c=1)
-    number, life = play.coordinator.roster.number, play.workers["c"][4].life
+    number, life = play.coordinator.membership.number, play.workers["c"][4].life
     happen(play, "kill", 4)
     play.settle(0.5)
-    assert (play.coordinator.roster.number, play.members) == (number, {0, 1, 2, 3})
+    assert (play.coordinator.membership.number, play.members) == (number, {0, 1, 2, 3})
     assert play.workers["c"][4].life == life + 1, "it is started again at once"
     said = [text.partition("\n")[0] for _, text, _ in play.coordinator.lines]
     assert said[-1] == "worker 4 was killed while it was a spare"
@@ -329,8 +329,8 @@ def test_kill_of_a_spare_leaves_the_team_alone() -> None:
 
 def test_kill_of_a_spare_before_the_first_step_does_not_end_the_run() -> None:
     play = Play(1, {"a": 0, "c": 1})
-    play.coordinator.roster.established.clear()
-    assert not play.coordinator.roster.begun
+    play.coordinator.membership.established.clear()
+    assert not play.coordinator.membership.begun
     happen(play, "kill", 4)
     play.settle(0.5)
     assert not play.coordinator.failing
@@ -352,9 +352,9 @@ def test_team_that_waits_for_a_spare_goes_on_without_it() -> None:
     assert play.coordinator.orders("a")["generation"]["members"] == [0, 2, 3]
     happen(play, "kill", 4)
     play.settle(1.0)
-    order = play.coordinator.order
-    assert order is not None
-    assert order.members == (0, 2, 3)
+    announcement = play.coordinator.announcement
+    assert announcement is not None
+    assert announcement.members == (0, 2, 3)
     assert not play.coordinator.orders("a")["generation"]["admits"]
 
 
@@ -369,10 +369,10 @@ def admitted() -> Play:
 
 def test_restart_of_the_coordinator_changes_nothing() -> None:
     play = admitted()
-    before = play.coordinator.roster
+    before = play.coordinator.membership
     play.again()
     play.settle()
-    after = play.coordinator.roster
+    after = play.coordinator.membership
     assert (after.members, after.number, after.established) == (before.members, before.number, before.established)
     assert not play.coordinator.failing
 
@@ -445,7 +445,7 @@ def waits_for_the_first_host(play: Play) -> None:
 def test_late_agents_have_not_failed() -> None:
     """All of them: nobody else could go on. One is back first, and the others have their time from then on."""
     play = admitted()
-    before = play.coordinator.roster
+    before = play.coordinator.membership
     lives = {n: said.life for workers in play.workers.values() for n, said in workers.items()}
     late(play, "a", "b", "c")
     assert play.coordinator.undecided
@@ -453,7 +453,7 @@ def test_late_agents_have_not_failed() -> None:
     play.settle(RETURN - 1)
     back(play, "a", "b")
     play.settle()
-    after = play.coordinator.roster
+    after = play.coordinator.membership
     assert (after.members, after.number, after.established) == (before.members, before.number, before.established)
     assert not play.coordinator.failing
     assert {n: said.life for workers in play.workers.values() for n, said in workers.items()} == lives
@@ -520,7 +520,7 @@ def test_joining_host_gets_the_state_ahead_through_one_worker() -> None:
     for agent in ("a", "b"):
         play.coordinator.report(agent, play.workers[agent], 1, play.now)
     assert play.coordinator.orders("a")["coming"] == {2: TAKES}
-    assert play.coordinator.order is None
+    assert play.coordinator.announcement is None
     play.settle()
     assert play.members == {0, 1, 2, 3}
     assert play.coordinator.orders("a")["coming"] == {}
@@ -528,12 +528,12 @@ def test_joining_host_gets_the_state_ahead_through_one_worker() -> None:
 
 def test_lost_connections_form_the_same_team_again() -> None:
     play = admitted()
-    number = play.coordinator.roster.number
+    number = play.coordinator.membership.number
     play.change(3, alone=number)
     play.settle(2.0)
-    assert play.coordinator.roster.number == number
+    assert play.coordinator.membership.number == number
     play.settle(2.0)
-    assert play.coordinator.roster.number == number + 1
+    assert play.coordinator.membership.number == number + 1
     assert play.members == {0, 1, 2, 3, 4}
 
 
@@ -541,7 +541,7 @@ def test_lost_connections_end_the_run_after_max_restarts() -> None:
     play = Play()
     play.coordinator.max_restarts = 1
     for _ in range(2):
-        play.change(0, alone=play.coordinator.roster.number)
+        play.change(0, alone=play.coordinator.membership.number)
         play.settle(ALONE + 1)
     assert play.coordinator.orders("a")["failing"] == [[0, "a", "lost its connections to the other workers"]]
 
@@ -553,9 +553,9 @@ def test_lost_connections_do_not_wait_for_the_end_of_a_step() -> None:
     play.change(0, alone=0)
     for agent in play.workers:
         play.coordinator.report(agent, play.workers[agent], 1, play.now)
-    assert play.coordinator.order == Announcement(1, (0, 1, 2), planned=True)
+    assert play.coordinator.announcement == Announcement(1, (0, 1, 2), planned=True)
     play.coordinator.tick(play.now + ALONE)
-    assert play.coordinator.order == Announcement(2, (0, 1), planned=False)
+    assert play.coordinator.announcement == Announcement(2, (0, 1), planned=False)
 
 
 def test_replica_leaves_one_worker_after_another_and_no_other_replica() -> None:

@@ -18,10 +18,11 @@ from launching import paceline
 from networks import hosts as hosts
 from test_coordinator import Play, admitted
 
+from paceline.base.exit_codes import LEFT_OUT
 from paceline.launch.host_history import FAILURE, REMEMBERED, HostEntry, HostHistory
 from paceline.observe.summary import Summary, facts
 from paceline.team.coordinator import Coordinator
-from paceline.team.host_failures import LEFT_OUT, HostFailures
+from paceline.team.host_failures import HostFailures
 from paceline.team.membership import Membership
 
 KILLED = "was killed (SIGKILL)"

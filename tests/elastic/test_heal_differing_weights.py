@@ -73,7 +73,7 @@ def test_one_flipped_bit_of_weights_or_optimizer_state_is_healed_before_it_is_us
     names = {7: "0.weight", 15: "exp_avg of 0.weight"}
     said, found = trained(tmp_path, workers, flips, (1,), "--heal")
     for line, (step, name) in zip(healed(said), names.items(), strict=True):
-        seen = f"worker 1 had different values of {name}, seen after step {step} and not yet after step "
+        seen = f"worker 1 had different values of {name}, seen after step {step}, but not after step "
         assert re.fullmatch(re.escape(seen) + r"\d+, and received those of the majority", line), line
     one = once(tmp_path_factory, "undisturbed by flips", lambda folder: trained(folder, 1, {}, ()))
     assert all(same(weights, load_file(one / "0.safetensors")) for weights in found)
@@ -116,7 +116,7 @@ def test_heal_without_a_majority_is_refused(
     odd = " differs from that on ".join(["worker 1", "worker 0"] if workers == 2 else ["workers 1, 3", "workers 0, 2"])
     odd = "worker 1 differs from that on workers 0, 2" if workers == 3 else odd
     assert re.search(
-        rf"WorkersDifferError: exp_avg of 0.weight on {odd}, seen after step 7 and not yet after step "
+        rf"WorkersDifferError: exp_avg of 0.weight on {odd}, seen after step 7, but not after step "
         rf"\d{why}; code that changes weights or buffers must run on every worker with the same numbers: ",
         said,
     ), said

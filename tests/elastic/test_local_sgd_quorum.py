@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 from warm import Process, environment
 
 from paceline import sample_index
+from paceline.base.exit_codes import STOPPED
 from paceline.observe.summary import Summary, facts
 from paceline.parallel.cost_model import Facts
 from paceline.parallel.plan_cost import cost
 from paceline.plan import Plan
-from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
 from paceline.team.merge_quorum import LEAST, MOST, USUAL, MergeDecider, RoundReport
 

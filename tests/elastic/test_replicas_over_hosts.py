@@ -353,7 +353,7 @@ def test_coordinator_that_restarts_while_the_team_waits_for_a_host_waits_on() ->
         assert {store for _, store in team.wanted("c").values()} == {("host", 7)}
         team.report("a", life, ready=True)
         team.report("c", team.wanted("c")[2][0], ready=True)
-        assert team.coordinator.roster.established == {0, 1, 2, 3}
+        assert team.coordinator.membership.established == {0, 1, 2, 3}
         events = [event for event, _ in team.journal]
         assert events[:2] == ["lost", "restarted"]
         assert events[-2:] == ["recovered", "decision"]
@@ -424,7 +424,7 @@ def test_host_in_the_place_of_one_that_has_left_starts_its_workers() -> None:
     leaves = WorkerReport(replica=2, ready=True, leaves=True)
     coordinator.report("b", dict.fromkeys((2, 3), leaves), 5, 0.2)
     coordinator.tick(1.0)
-    assert coordinator.roster.members == (0, 1)
+    assert coordinator.membership.members == (0, 1)
     coordinator.report("b", dict.fromkeys((2, 3), replace(leaves, status=75)), 5, 1.1)
     coordinator.bye("b")
     assert coordinator.join("c", "logs", ("c", 1), [], 2) == [2, 3]

@@ -32,9 +32,9 @@ class Served:
             self.said[SERVER + number] = WorkerReport(store=STORE, newcomer=True, at=TAKES, holds=True)
         self.report()
 
-    def start(self, roster: Membership) -> Coordinator:
+    def start(self, membership: Membership) -> Coordinator:
         record = lambda event, **fields: self.journal.append({"event": event, **fields})
-        made = Coordinator(3, 1, record, roster)
+        made = Coordinator(3, 1, record, membership)
         made.join("a", "logs", STORE, [0, 1], 2)
         return made
 
@@ -116,7 +116,7 @@ def test_restarted_coordinator_knows_which_parameter_server_joins_again() -> Non
     play.coordinator.recovering = play.now + RETURN
     play.report()
     assert play.coordinator.recovering == math.inf
-    assert play.coordinator.order == Announcement(1, (0, 1), planned=True)
+    assert play.coordinator.announcement == Announcement(1, (0, 1), planned=True)
 
 
 # ---- agents that are silent

@@ -178,7 +178,7 @@ def test_sigstop_of_a_worker_loses_it_as_soon_as_others_can_go_on() -> None:
     assert play.journal == []
     said(play, 0, ready=True)
     assert play.journal == ["lost", "generation"]
-    assert play.coordinator.roster.members == (0,)
+    assert play.coordinator.membership.members == (0,)
 
     play = first()
     play.begin()
@@ -187,7 +187,7 @@ def test_sigstop_of_a_worker_loses_it_as_soon_as_others_can_go_on() -> None:
     play.coordinator.tick(2.0)
     said(play, 0, stopped=False)
     assert play.journal == ["lost", "generation"]
-    assert play.coordinator.roster.members == (0,)
+    assert play.coordinator.membership.members == (0,)
     play.said[0][1] = WorkerReport(1, STORE, newcomer=True)
     play.tell(0)
     assert [text.partition("\n")[0] for _, text, _ in play.coordinator.lines] == [
@@ -217,10 +217,10 @@ def test_coordinator_that_is_restarted_before_the_first_step_keeps_the_first_tea
     play.everybody(life=1)
     said(play, 0, ready=True)
     again(play)
-    assert play.coordinator.roster.members == (0, 1)
+    assert play.coordinator.membership.members == (0, 1)
     assert {number: wanted["life"] for number, wanted in play.ask(0)["workers"].items()} == {0: 1, 1: 1}
     said(play, 1, ready=True)
-    assert play.coordinator.roster.begun
+    assert play.coordinator.membership.begun
     assert play.journal == []
 
 

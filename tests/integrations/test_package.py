@@ -51,12 +51,12 @@ from paceline.base.environment import (
     trainjob_server,
     tunnel,
 )
+from paceline.base.exit_codes import LEFT_OUT
 from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.launch.tuning import HUGE, surround
 from paceline.plan import Plan
 from paceline.session.training_loop import RegisteredTrainer
-from paceline.team.host_failures import LEFT_OUT
 
 SOURCE = ROOT / "src" / "paceline"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -295,7 +295,7 @@ def test_slurm_job_of_a_further_node_excludes_what_the_user_excludes(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("EXCLUDED", of_the_job)
     engine = Slurm([Host("n1"), Host("n2")], [], "7", 0, True, asked)
-    further = engine.another(Host("n2"))
+    further = engine.request_replacement(Host("n2"))
     assert further is not None
     command = engine.command(further)
     assert [word for word in command if word.startswith("--exclude")][-1] == f"--exclude={excluded}"

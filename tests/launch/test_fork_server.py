@@ -149,24 +149,24 @@ def test_warm_process_refuses_to_fork_with_threads_files_or_cuda(tmp_path):
     (tmp_path / "look.py").write_text(
         "import os, socket, sys, threading, torch\n"
         "from multiprocessing import resource_tracker\n"
-        "from paceline.launch.forked_worker import _in_the_way\n"
+        "from paceline.launch.forked_worker import _why_unforkable\n"
         "agent, ours = socket.socketpair()\n"
         "known = [ours.fileno()]\n"
-        "print(_in_the_way(agent, known))\n"
+        "print(_why_unforkable(agent, known))\n"
         "file = open(__file__)\n"
-        "print(_in_the_way(agent, known))\n"
+        "print(_why_unforkable(agent, known))\n"
         "file.close()\n"
         "over = threading.Event()\n"
         "thread = threading.Thread(target=over.wait)\n"
         "thread.start()\n"
-        "print(_in_the_way(agent, known))\n"
+        "print(_why_unforkable(agent, known))\n"
         "over.set(); thread.join()\n"
         "while len(os.listdir('/proc/self/task')) > 1: pass\n"  # the system has it a little longer than Python
         "torch.cuda._initialized = True\n"
-        "print(_in_the_way(agent, known))\n"
+        "print(_why_unforkable(agent, known))\n"
         "torch.cuda._initialized = False\n"
         "resource_tracker.ensure_running()\n"
-        "print(_in_the_way(agent, known))\n"
+        "print(_why_unforkable(agent, known))\n"
     )
     stdout, stderr = warmed(tmp_path / "look.py").communicate(timeout=60)
     assert stdout.splitlines() == [

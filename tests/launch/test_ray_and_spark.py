@@ -30,7 +30,7 @@ from real_engines import DIGITS, SLOWLY, weights
 from sparks import Application
 
 from paceline.cli.main import main
-from paceline.launch.engines.ray import bundles, pending
+from paceline.launch.engines.ray import bundles, why_pending
 from paceline.launch.engines.spark_driver import Gate
 
 slow, real = pytest.mark.slow, pytest.mark.timeout(600)
@@ -344,14 +344,14 @@ def test_ray_bundles_of_hosts() -> None:
 def test_ray_pending_reasons() -> None:
     a, b = {"CPU": 4.0, "GPU": 4.0, "node:a": 1.0}, {"CPU": 8.0, "node:b": 1.0}
     wanted = [{"CPU": 2.0, "GPU": 4.0}] * 2
-    assert pending(wanted, {"a": (a, a), "b": (b, b)}) == (
+    assert why_pending(wanted, {"a": (a, a), "b": (b, b)}) == (
         "2 nodes with 2 CPU and 4 GPU each are needed; 1 of 2 live nodes can provide that: b has 0 of 0 GPU free"
     )
-    assert pending(wanted[:1], {"a": ({"CPU": 1.0}, a)}) == (
+    assert why_pending(wanted[:1], {"a": ({"CPU": 1.0}, a)}) == (
         "1 node with 2 CPU and 4 GPU each is needed; 0 of 1 live node can provide that: "
         "a has 1 of 4 CPU free and 0 of 4 GPU free"
     )
-    assert pending([{"CPU": 1.0, "node:c": 0.001}], {"a": (a, a)}) == "the node c is not alive"
+    assert why_pending([{"CPU": 1.0, "node:c": 0.001}], {"a": (a, a)}) == "the node c is not alive"
 
 
 @pytest.mark.usefixtures("with_a_script")

@@ -15,7 +15,7 @@ from warm import environment
 
 from paceline.base.console import shown
 from paceline.base.environment import THREADS, doubt_threads
-from paceline.launch.tuning import doubts, surround
+from paceline.launch.tuning import surround, thread_warnings
 
 
 def test_workers_are_pinned_to_their_share_of_cores():
@@ -48,18 +48,18 @@ def test_invalid_thread_variable_is_replaced_and_noted(name: str, value: str) ->
     assert surround(2, {name: value}, [0, 1, 4, 5])[0][name] == "2"
     given = f"{name}={shown(value)}"
     said = f"{given} is not a number of threads; each worker uses 2 instead"
-    assert doubts(2, {name: value}, [0, 1, 4, 5]) == [said]
+    assert thread_warnings(2, {name: value}, [0, 1, 4, 5]) == [said]
     said = f"{given} is not a number of threads"
     assert doubt_threads(7, {name: value}) == [f"{said}, so torch uses 7; write it in digits, or unset it"]
 
 
 def test_more_threads_than_cores_are_noted() -> None:
     for given in ({}, {"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": " 2,1"}, {"MKL_NUM_THREADS": "1"}):
-        assert doubts(2, given, [0, 1, 4, 5]) == []
+        assert thread_warnings(2, given, [0, 1, 4, 5]) == []
         assert doubt_threads(1, given) == []
     assert "OMP_NUM_THREADS" not in surround(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5])[0]
     said = "is more threads than cores, for 2 workers on 4 cores; unset it to use 2, which is faster"
-    assert doubts(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5]) == [f"OMP_NUM_THREADS=3 {said}"]
+    assert thread_warnings(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5]) == [f"OMP_NUM_THREADS=3 {said}"]
     cores = len(os.sched_getaffinity(0))
     said = f"OMP_NUM_THREADS=999 is more threads than the {cores} cores of this process; unset it"
     assert doubt_threads(999, {"OMP_NUM_THREADS": "999"}) == [said]

@@ -297,7 +297,7 @@ def test_stages_of_a_script(script: Path) -> None:
         (["data=2", "train.py", "--svgg", "a"], "unknown option --svgg of paceline explain; did you mean --svg?"),
         (
             ["data=2", "--svg", "gone/a.svg"],
-            "gone/a.svg cannot be used (No such file or directory); see to that, or give another path",
+            "gone/a.svg cannot be used (No such file or directory); correct that, or give another path",
         ),
     ],
 )

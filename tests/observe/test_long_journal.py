@@ -71,7 +71,7 @@ def test_a_coordinator_reads_the_last_generation_from_the_end(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("generations", "roster"),
+    ("generations", "membership"),
     [
         ([], Membership((0, 1, 2), 7, 7)),
         ([[1, 2]], Membership((1, 2), 8, 8, before=(0, 1, 2))),
@@ -79,14 +79,14 @@ def test_a_coordinator_reads_the_last_generation_from_the_end(tmp_path: Path) ->
     ],
 )
 def test_generations_before_this_coordinator_do_not_count(
-    generations: list[list[int]], roster: Membership, tmp_path: Path
+    generations: list[list[int]], membership: Membership, tmp_path: Path
 ) -> None:
     long_journal(tmp_path, ("generation", {"number": 7, "workers": [5]}), lines=3)
     since, written = (tmp_path / NAME).stat().st_size, Journal(tmp_path)
     for number, workers in enumerate(generations, start=8):
         written.write("generation", number=number, workers=workers, planned=False)
     written.close()
-    assert last_generation(tmp_path, since, (7, [0, 1, 2])) == roster
+    assert last_generation(tmp_path, since, (7, [0, 1, 2])) == membership
 
 
 @pytest.mark.parametrize("follows", [False, True])

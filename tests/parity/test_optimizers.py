@@ -22,7 +22,7 @@ from paceline.base.sharding import ShardingSpec
 from paceline.compute.update_coupling import Coupling, Scope, find_coupling
 from paceline.optim import LAMB, LARS
 from paceline.plan import Plan
-from paceline.session.validation import coupling_of, names_to_own
+from paceline.session.optimizer_arguments import coupling_of, names_to_own
 from paceline.team.fault_injection import read_log
 
 STEPS = 12

@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 
 from paceline import Trainer
 from paceline.base.environment import World
+from paceline.base.exit_codes import STOPPED
 from paceline.comm.communicator import Group
 from paceline.comm.compression import coded_sum
 from paceline.errors import PlanError
 from paceline.local_sgd.island_state import InnerOptimizerState, WorkerGroup
 from paceline.local_sgd.streaming_diloco import InFlightFragment, QuantizedOuterSync
-from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
 
 Plan = tuple[Any, ...]  # islands, every, outer optimizer, fragments, delay, and maybe the largest number of a code

@@ -154,7 +154,7 @@ ONE = {
 
 def seen(text: str, name: str, others: str) -> tuple[int, ...]:
     """After which step it was seen, and after which not yet."""
-    what = rf"WorkersDifferError: {name} on {others}, seen after step (\d+) and not yet after step (\d+)"
+    what = rf"WorkersDifferError: {name} on {others}, seen after step (\d+), but not after step (\d+)"
     found = re.search(what + re.escape(CURE), text)
     assert found, text
     return tuple(map(int, found.groups()))
@@ -216,7 +216,7 @@ for report in t.steps(data, count=20):
 )
 def test_weights_changed_on_one_worker_are_named_under_every_plan(plan: str, others: str, tmp_path: Path) -> None:
     text = train_basics(tmp_path, HEAD + SHARDS.format(plan=plan), 4, "--max-restarts", "0", code=1).stderr
-    assert re.search(rf"0\.weight on {others}, seen after step 1 and not yet before the first", text), text
+    assert re.search(rf"0\.weight on {others}, seen after step 1, but not before the first", text), text
 
 
 ALIKE = """
@@ -281,7 +281,7 @@ def test_weights_apart_by_more_than_rounding_end_the_run(tmp_path: Path) -> None
         r"the weights of worker 1 \(cpu DEFAULT\) differ by \d\.\de-01 of their norm from those of worker 0 \(cpu \w+\)"
     )
     found = re.search(
-        rf"WorkersDifferError: {kinds}, seen after step (\d+) and not yet after step (\d+){re.escape(CURE)}", text
+        rf"WorkersDifferError: {kinds}, seen after step (\d+), but not after step (\d+){re.escape(CURE)}", text
     )
     assert found, text
     assert int(found[2]) < 5 <= int(found[1]) <= 7

@@ -92,7 +92,7 @@ def leave_warm(environment: dict[str, str]) -> str:
     me = os.getpid()
     if dies_after:
         die_after(*dies_after.split())
-    forked.serve(theirs, forked.Began(set(), environment))
+    forked.serve(theirs, forked.InitialState(set(), environment))
     if os.getpid() == me:
         os._exit(0)
     leave()  # a worker, at its end; tests/launch/test_fork_server.py compares how the package's own end
@@ -155,11 +155,13 @@ def serve_with(modules: list[str], descriptor: int, environment: dict[str, str])
     before = {*sys.modules}
     for name in modules:
         import_module(name)
-    atexit.register(forked._leave_whole, {name: len(vars(sys.modules[name])) for name in sys.modules.keys() - before})
+    atexit.register(
+        forked._keep_unchanged_modules, {name: len(vars(sys.modules[name])) for name in sys.modules.keys() - before}
+    )
     forked._LOADED.update(sys.modules)
     gc.freeze()
     name_process(*forked.WARM)
-    forked.serve(socket.socket(fileno=descriptor), forked.Began(set(), environment))
+    forked.serve(socket.socket(fileno=descriptor), forked.InitialState(set(), environment))
 
 
 def pause(waited: float, crowded: bool) -> None:

@@ -32,7 +32,7 @@ class Here(Engine):
     def end(self, place, code, said):
         return End("lost", said or "no answer") if code == 255 else None
 given = json.loads(sys.argv[1])
-launcher.AGAIN = 0.5
+launcher.FIRST_RETRY = 0.5
 places = [Host(*place) for place in given.pop("places")]
 python, listen, detach = given.pop("python", sys.executable), given.pop("listen"), given.pop("detach", False)
 job = launcher.HostJob(given, python, ".", listen=listen, detach=detach, wait=given.pop("wait", None))

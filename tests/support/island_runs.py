@@ -19,7 +19,7 @@ from oracle import DILOCO, Islands, Outer, apart, diloco, grid
 from safetensors.torch import load_file
 from warm import Process, environment
 
-from paceline.team.coordinator import STOPPED
+from paceline.base.exit_codes import STOPPED
 
 TOLERANCE = 1e-12
 SGD: Outer = (0.9, 0.0, False)  # outer=sgd:0.9

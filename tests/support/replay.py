@@ -53,27 +53,27 @@ class Replay:
 
     def begin(self) -> None:
         self.everybody(ready=True)
-        assert self.coordinator.roster.begun
+        assert self.coordinator.membership.begun
 
     def lose_worker(self) -> None:
         """The last worker of the first host is killed."""
         worker = self.hosts[0][-1]
         self.said[0][worker] = replace(self.said[0][worker], status=-9, why="was killed")
         self.tell(0)
-        assert worker not in self.coordinator.roster.members
+        assert worker not in self.coordinator.membership.members
 
     def lose_host(self) -> None:
         """The last one."""
         self.lost(len(self.hosts) - 1)
         lost = self.hosts.pop()
         self.said.pop()
-        assert not {*lost} & {*self.coordinator.roster.members}
+        assert not {*lost} & {*self.coordinator.membership.members}
 
     def enter(self) -> None:
         """All workers enter the generation that was announced."""
-        number = self.coordinator.roster.number
+        number = self.coordinator.membership.number
         self.everybody(formed=number)
-        assert self.coordinator.roster.entered == {*self.coordinator.roster.members}
+        assert self.coordinator.membership.entered == {*self.coordinator.membership.members}
 
     def come_back(self) -> None:
         """The worker that was killed has been started again, and is admitted."""
@@ -82,7 +82,7 @@ class Replay:
         self.said[0][worker] = WorkerReport(life, STORE, newcomer=True, waiting=True)
         self.tell(0)
         self.enter()
-        assert worker in self.coordinator.roster.members
+        assert worker in self.coordinator.membership.members
 
     def leave(self) -> None:
         """All workers are told to leave: the run stops."""

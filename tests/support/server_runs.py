@@ -23,8 +23,8 @@ from served import BATCH, CLIP, MICRO, ROWS, SEED
 from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
 
+from paceline.base.exit_codes import STOPPED
 from paceline.base.journal import read_journal
-from paceline.team.coordinator import STOPPED
 
 STEPS, TOLERANCE = 8, 1e-12  # of served.py
 COUNTED_BATCH, COUNTED_ROWS = 6, 30  # of counted.py

@@ -287,7 +287,7 @@ def lines_of(call: Callable[[], Any]) -> list[bytes]:
 def launcher() -> Any:
     one = Launcher.__new__(Launcher)
     options = {"script": "train.py", "arguments": ["--size", "1"], "environment": {"A": "1"}, "keep": 2, "heal": "1"}
-    engine = fake(way=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
+    engine = fake(tunnel_arguments=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
     vars(one).update(_job=HostJob(options, "python", "~/a", files=b"abc"), _token="ab", _engine=engine, _listens="a:1")
     vars(one).update(sent=[], value=bytearray(), _hosts=[fake(spec=Host("a"))], _preflight=None)
     one._send = lambda _, data: one.sent.append(data.partition(b"\n")[0])
@@ -347,9 +347,9 @@ def checked() -> list[bytes]:
 
 def heard_by_doctor(line: bytes) -> None:
     for kind in (FACTS, ANSWER):
-        far = checkup_hosts._Far.__new__(checkup_hosts._Far)
+        far = checkup_hosts._RemoteHost.__new__(checkup_hosts._RemoteHost)
         far.process = cast(Any, fake(stdout=[MARK + line]))
-        far.hear(kind)
+        far.receive(kind)
 
 
 def answered_by_etcd(answers: dict[str, bytes]) -> None:

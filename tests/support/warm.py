@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from paths import SCRIPTS
 
-from paceline.launch.fork_server import ForkServer, Wanted
+from paceline.launch.fork_server import ForkServer, WorkerProgram
 from paceline.launch.forked_worker import PROGRAM, READ_FIRST
 from paceline.launch.tuning import surround
 
@@ -69,7 +69,7 @@ def _warm_with(modules: str) -> ForkServer:
     ours, theirs = socket.socketpair()
     program = [str(SCRIPTS / "with_warm.py"), json.dumps({"environment": _warm().environment, "modules": modules})]
     handed = {"PACELINE_TEST_SERVE": theirs.fileno()}
-    child = _warm().fork(Wanted("python", program, environment(OPENBLAS_NUM_THREADS="1"), (1, 2), handed))
+    child = _warm().fork(WorkerProgram("python", program, environment(OPENBLAS_NUM_THREADS="1"), (1, 2), handed))
     theirs.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_WARM", f"{child.pid}:{ours.detach()}")
@@ -111,7 +111,7 @@ class Process(subprocess.Popen[str]):
         program = [str(SCRIPTS / "with_warm.py"), json.dumps(given)]
         streams = (stdout if stdout >= 0 else 1, stderr if stderr >= 0 else 2)
         handed = {"PACELINE_TEST_STDIN": stdin} if stdin >= 0 else {}
-        child = warm.fork(Wanted("python", program, env, streams, handed, str(folder or ".")))
+        child = warm.fork(WorkerProgram("python", program, env, streams, handed, str(folder or ".")))
         self.pid, self._child_created = child.pid, True
         os.close(child.pidfd)
         self._close_pipe_fds(*ends[:6])  # type: ignore[attr-defined]

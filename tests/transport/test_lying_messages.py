@@ -245,14 +245,19 @@ def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> A
     worker = SimpleNamespace(rank=0, alive=True, life=0, tell=tell, serves=False, events={})
     worker.process = SimpleNamespace(signal=lambda _: None)
     again: Callable[..., None] = lambda *_: None
-    workers = SimpleNamespace(all=[worker], now={0: worker}, lose=again, again=again, start=again, preparing=False)
+    workers = SimpleNamespace(all=[worker], newest={0: worker}, lose=again, preparing=False)
+    vars(workers).update(start_team=again, start_newcomer=again)
     link = SimpleNamespace(take=lambda: orders, move=again, newest=orders)
     output = SimpleNamespace(failing=again, show_lines_of=again)
-    vars(agent).update(_lines=0, _wanted={}, _number=(0, 0), _coming={}, _merge=None, _servers={}, _profile={})
-    vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _standby_address=("127.0.0.1", 1), _declined={})
-    vars(agent).update(_coordinator=None, _held_back=False, _link=link, _workers=workers, _output=output)
-    vars(agent).update(say=lambda *_: None, _start_again=again, _stopping=0.0, _at_once=False, _ending_first=[])
-    agent._ordered()
+    vars(agent).update(
+        _lines=0, _wanted_lives={}, _sent_generation=(0, 0), _coming={}, _merge=None, _servers={}, _profile={}
+    )
+    vars(agent).update(
+        _failing={}, _failing_since={}, _stop=None, _over=False, _standby_address=("127.0.0.1", 1), _declined={}
+    )
+    vars(agent).update(_coordinator=None, _is_held_back=False, _link=link, _workers=workers, _output=output)
+    vars(agent).update(say=lambda *_: None, _try_start=again, _stopping=0.0, _at_once=False, _ending_first=[])
+    agent._take_orders()
     return agent
 
 

@@ -22,7 +22,7 @@ from paceline.base.batching import Grid, deal
 from paceline.base.journal import read_journal
 from paceline.data.loader import Assignment, Feed, Slot, Source, _Rows, _Start, share_of
 from paceline.data.order import sample_index
-from paceline.session.training_loop import grid_text, idle_text
+from paceline.session.grid_text import grid_text, idle_text
 
 
 def feed_of(grid: Grid, rows: int, batches: int, told: list[Any], **options: Any) -> Feed:

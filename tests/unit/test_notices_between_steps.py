@@ -11,10 +11,10 @@ import pytest
 
 from paceline.base.batching import Agreed
 from paceline.base.environment import World
+from paceline.base.exit_codes import STOPPED
 from paceline.session.notices import Notices
 from paceline.session.script_position import ScriptPosition
 from paceline.session.training_loop import LoopState
-from paceline.team.coordinator import STOPPED
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 
@@ -41,9 +41,9 @@ def notices(lines: Any = None, elastic: bool = False, saves: bool = False, **wor
 def test_save_and_stop_requests_stay_until_they_are_taken() -> None:
     one = notices()
     for agreed in (replace(NOTHING, save=2), replace(NOTHING, enter=1), NOTHING):
-        one.agreed(agreed)
+        one.record_agreed(agreed)
     assert (one.save_due, one.stop_due, one.enter_due) == (2, False, True)
-    one.agreed(replace(NOTHING, save=1, stop=3))
+    one.record_agreed(replace(NOTHING, save=1, stop=3))
     assert (one.save_due, one.stop_due) == (1, True)
 
 

@@ -14,7 +14,7 @@ from public import Stream
 from torch import nn
 
 from paceline.errors import MetricError, UsageError
-from paceline.session.training_loop import State
+from paceline.session.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("run")
 
@@ -130,12 +130,12 @@ def test_main_and_steps_done_of_one_worker():
 
 
 def test_trainer_state_is_restored_from_a_checkpoint():
-    first = State()
+    first = TrainerState()
     average = torch.optim.swa_utils.AveragedModel(mlp())
     first["best"], first["history"], first["average"], first["late"] = 0.5, [1, {"a": torch.ones(2)}], average, 7
     with torch.no_grad():
         average.module[0].weight.fill_(3.0)
-    again = State()
+    again = TrainerState()
     again.restore(first.saved())
     assert again["best"] == 0.5
     again["best"] = 0.0  # the script's first value: the checkpoint's wins
@@ -153,10 +153,10 @@ def test_trainer_state_is_restored_from_a_checkpoint():
 
 
 def test_trainer_state_first_values_are_replaced_by_the_checkpoint():
-    first = State()
+    first = TrainerState()
     first["best"], first["average"] = 0.5, torch.optim.swa_utils.AveragedModel(mlp())
-    for give in (State.update, State.__ior__):
-        again, fresh = State(), torch.optim.swa_utils.AveragedModel(mlp())
+    for give in (TrainerState.update, TrainerState.__ior__):
+        again, fresh = TrainerState(), torch.optim.swa_utils.AveragedModel(mlp())
         again.restore(first.saved())
         give(again, {"best": 0.0, "average": fresh, "new": 1})
         assert again == {"best": 0.5, "average": fresh, "new": 1}
@@ -167,11 +167,11 @@ def test_trainer_state_first_values_are_replaced_by_the_checkpoint():
 
 def test_trainer_state_assignment_after_resume_is_kept():
     """Also the first: a script may only ever say state["n"] = state.get("n", 0) + 1."""
-    first = State()
+    first = TrainerState()
     first["n"], first["average"] = 3, torch.optim.swa_utils.AveragedModel(mlp())
-    again = State()
+    again = TrainerState()
     again.restore(first.saved())
-    again.begin()
+    again.end_replay()
     again["n"] = again.get("n", 0) + 1
     assert again["n"] == 4
     again["average"] = torch.optim.swa_utils.AveragedModel(mlp())  # an object is still filled
@@ -179,9 +179,9 @@ def test_trainer_state_assignment_after_resume_is_kept():
 
 
 def test_trainer_state_not_restored_yet_is_saved_again():
-    first = State()
+    first = TrainerState()
     first["average"] = torch.optim.swa_utils.AveragedModel(mlp())
-    again = State()
+    again = TrainerState()
     again.restore(first.saved())
     assert again.saved().keys() == {"average"}
     assert again.saved()["average"][0] == "object"

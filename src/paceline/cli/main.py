@@ -181,11 +181,11 @@ def _chaos(steps: int, losses: int, seed: int, faults: str, **options: Any) -> i
 
 
 def _explain(what: str, script: str | None, workers: int | None, svg: Path | None, **options: Any) -> str:
-    from paceline.launch.explain import foretold
+    from paceline.launch.explain import explain_plan
 
     if script is None and workers is None and ("=" not in what or Path(what).exists()):
         return explain(Path(what), svg)
-    explanation = foretold(what, workers, None if script is None else _launched(script, **options))
+    explanation = explain_plan(what, workers, None if script is None else _launched(script, **options))
     if svg is not None:
         save(explanation, svg)
     return explanation.text()
@@ -426,8 +426,8 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         "--mirror",
         least=1,
         metavar="K",
-        help="copy the state of a lone worker or replica into memory every K steps, on several hosts into that of two"
-        " (default: off)",
+        help="copy the state of a lone worker or replica into memory every K steps; on several hosts, into the memory"
+        " of two (default: off)",
     )
     option(
         "--steps",
@@ -909,9 +909,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
             raise LaunchError(what, "run `python train.py` here, which trains with one")
         if words == ["agent"]:  # what `paceline launch` starts on a host
-            from paceline.launch.engines.remote_agent import hosted
+            from paceline.launch.engines.remote_agent import run_job
 
-            return hosted()
+            return run_job()
         if words[:1] == ["launch"]:
             if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"], ["spark"], ["kubernetes"]):
                 raise UsageError(
@@ -957,10 +957,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:  # it is not about something that the user named
             if error.errno not in _FULL:
                 raise
-            say(f"paceline: not all could be written ({error.strerror}); free some space where the output goes")
+            why = f"the output could not be written completely ({error.strerror})"
+            say(f"paceline: {why}; free some space where it goes")
             return 2
         why = f"{shown(str(error.filename))} cannot be used ({error.strerror})"
-        say(f"paceline: {why}; see to that, or give another path")
+        say(f"paceline: {why}; correct that, or give another path")
         return 2
 
 

@@ -11,7 +11,6 @@ import json
 import operator
 import os
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.base.environment import address_towards, gloo_interface
+from paceline.base.network_interfaces import interface_addresses
 from paceline.comm import shm_collectives as collectives
 from paceline.comm.c10d_arguments import Reduction
 from paceline.comm.gloo_tunnel import with_ways
@@ -52,12 +52,10 @@ KEPT_BYTES = 64 << 20
 MESH = 64  # up to this number of workers on several hosts, all connect with all from the start
 CHUNK = 1 << 17  # least bytes of a piece that goes to another worker
 IN_FLIGHT = 8  # pieces that are under way at a time
-FEW = (
-    1 << 12
-)  # bytes up to which each leader sends its tensor to all: an all-reduce takes twice as many messages in a row
+# Bytes up to which each leader sends its tensor to all: an all-reduce takes twice as many messages in a row.
+FEW = 1 << 12
 ROOM = 504  # bytes that may travel with a fingerprint, among up to MESH workers
 AT_A_TIME = 0.01  # seconds that a piece may take
-SIOCGIFADDR = 0x8915
 
 
 class LinkError(RuntimeError):
@@ -683,14 +681,4 @@ def own_address(host: str, port: int) -> str:
 
 def interface_of(address: str) -> str:
     """The name of the interface that has an IPv4 address. Empty if there is none."""
-    import fcntl  # not on every system on which a world of one trains
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+    return next((name for name, its_address in interface_addresses() if its_address == address), "")

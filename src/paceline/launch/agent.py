@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.console import in_one_line, quoted
 from paceline.base.environment import host_name, variable
+from paceline.base.exit_codes import STOPPED
 from paceline.base.heartbeat import BUSY, DONE, LOADED, USUAL
 from paceline.base.journal import Journal
 from paceline.base.schema import read_file
@@ -41,7 +42,6 @@ from paceline.launch.spares import team_text
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.progress import Progress
-from paceline.team.coordinator import STOPPED
 from paceline.team.coordinator_client import AWAY, CoordinatorClient
 from paceline.team.etcd_lease import Lease
 
@@ -83,7 +83,7 @@ class Agent:
         self._coordinator: CoordinatorProcess | None = None
         store, standby_address = link.run.get("store"), standby.getsockname()[:2]
         self._lease = Lease(store, standby_address) if store else None
-        self._held_back = False  # this host has lost the lease, so its workers wait
+        self._is_held_back = False  # this host has lost the lease, so its workers wait
         self._stop: int | None = None  # the signal that asked for a stop with a checkpoint
         self._stopping = math.inf  # monotonic seconds of that signal
         self._at_once = self._over = self._leaving = self._away = False
@@ -92,10 +92,10 @@ class Agent:
         self._profile: dict[str, Any] = {}  # the last profile request
         self._merge: dict[str, Any] | None = None  # the merge of islands, as last sent to the workers
         self._servers: dict[str, Any] = {}  # the parameter servers, as last sent to the workers
-        self._number = (0, 0)  # epoch and number of the generation last sent to the workers
+        self._sent_generation = (0, 0)  # epoch and number of the generation last sent to the workers
         self._failing: dict[int, str] = {}  # workers whose failure ends the run, and how they failed
-        self._since: dict[int, float] = {}  # monotonic seconds at which that became known
-        self._wanted: dict[int, dict[str, Any]] = {}  # the life of each worker that the coordinator wants
+        self._failing_since: dict[int, float] = {}  # monotonic seconds at which that became known
+        self._wanted_lives: dict[int, dict[str, Any]] = {}  # by worker: the life in which the coordinator wants it
         self._store: Any = None  # the address of the first team's store, once that team can start
         self._ending_first: list[Worker] = []  # processes that must end before their workers start again
         logs = folder / "logs"
@@ -111,7 +111,7 @@ class Agent:
         self._report: dict[str, Any] = {}
         self._epoch, self._traffic = link.epoch, Traffic()
         self._standby_address: tuple[str, int] = standby_address
-        self._ending = RunOutcome(options, folder, journal, self._output, self.say)
+        self._outcome = RunOutcome(options, folder, journal, self._output, self.say)
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
         self._host_watch = HostWatch(partial(HostHealth, folder, lambda: link.clock))
         self._shown_troubles: set[str] = set()
@@ -131,35 +131,35 @@ class Agent:
         numbers.
         """
         self._unused = time.monotonic() + UNUSED
-        self._workers.selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
-        self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
+        self._workers.selector.register(wakeup, selectors.EVENT_READ, partial(self._on_signal, wakeup))
+        self._workers.selector.register(self._link, selectors.EVENT_READ, self._take_orders)
         try:
-            if self._ending.first:
-                self._keep(self._options.epoch if self._lease is None else self._lease.begin(), None)
+            if self._outcome.first:
+                self._run_coordinator(self._options.epoch if self._lease is None else self._lease.begin(), None)
             if self._lease is not None:
                 self._lease.start()
             self._prepare()
             for text in at_launch():  # while torch is imported
                 self.say(text, always=True)
             self._host_watch.start()
-            self._tell()
+            self._send_report()
             self._link.start()
-            while not self._done():
+            while not self._is_done():
                 now = time.monotonic()
-                due = min(self._deadline, self._output.deadline(), self._still(), self._hangs.due, now + LOOK) - now
-                for key, _ in self._workers.selector.select(max(due, 0.0)):
+                dues = (self._deadline, self._output.deadline(), self._next_stop_report(), self._hangs.due, now + LOOK)
+                for key, _ in self._workers.selector.select(max(min(dues) - now, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
                 self._hangs.look(time.monotonic(), self._stop is not None)
                 if now >= self._unused and not self._options.raw:
-                    self._ending.warn_of_strangers(self._workers.all)
+                    self._outcome.warn_of_strangers(self._workers.all)
                     self._unused = math.inf
                 self._look_at_the_link()
                 self._look_at_ends(now)
                 self._run_folder.look(now)
                 self._look_at_the_plan(now)
                 self._look_at_the_host()
-                self._tell()
+                self._send_report()
                 self._recorder.look()
         finally:
             self._end()
@@ -176,7 +176,7 @@ class Agent:
         if self.rejoins and {worker.status for worker in members} <= {0, STOPPED}:
             self.say("the plan of the run changes; the workers of this host join it again")
             return STOPPED
-        return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
+        return self._outcome.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
     def serve(self) -> None:
         """Starts the process that serves metrics and the live page, if they are asked for. Its messages and its end are
@@ -216,28 +216,31 @@ class Agent:
         return parted and (self._link.newest or {}).get("agents", 1) <= 1
 
     def _prepare(self) -> None:
-        done = self._workers.done
+        done = self._workers.tuning
         what = f" ({', '.join(text for text, _ in done)})" if done else ""
         where = f", run folder {named(self._folder)}"
-        if not self._ending.first:
+        if not self._outcome.first:
             host, port = self._link.address
             where = f" for the run at {host}:{port}, as {ranks(self._workers.numbers)}{where}"
         self.say(f"{team_text(self._options.workers, self._options.spares)}{what}{where}")
-        for doubt in self._workers.doubts:
-            self.say(doubt)
-        for text, why in done if self._ending.first else ():
+        for warning in self._workers.thread_warnings:
+            self.say(warning)
+        for text, why in done if self._outcome.first else ():
             self._journal.write("decision", what=f"workers: {text}", why=why)
         self._workers.prepare(self._start)
 
     def _start(self) -> None:
+        """Starts the workers that need not wait for other hosts: the first team, if it is on this host alone, and
+        workers that wait to be admitted.
+        """
         size = self._link.run["workers"]  # of the first team, which starts once its hosts have joined
         first = [number for number in self._workers.numbers if number < size]
-        if self._ending.first and len(first) == size:
-            self._workers.start(dict.fromkeys(first, 0))
+        if self._outcome.first and len(first) == size:
+            self._workers.start_team(dict.fromkeys(first, 0))
         for number in self._workers.numbers:
-            if number >= size:  # it waits to be admitted
-                self._workers.again(number, 0)
-        self._want(self._wanted)  # only now, since it starts newcomers that have no process yet
+            if number >= size:
+                self._workers.start_newcomer(number, 0)
+        self._reconcile(self._wanted_lives)  # only now, since it starts newcomers that have no process yet
 
     def say(self, text: str, always: bool = False) -> None:
         """Prints a line on the console, with --quiet only if `always`."""
@@ -247,7 +250,7 @@ class Agent:
     @property
     def _leads(self) -> bool:
         """Whether a signal to this host stops the run: it is the first host, or has taken over from it."""
-        return self._ending.first or self._ending.took_over
+        return self._outcome.first or self._outcome.took_over
 
     @property
     def was_stopped(self) -> bool:
@@ -277,7 +280,7 @@ class Agent:
         """Whether a worker has made a step."""
         return any("step" in worker.events for worker in self._workers.all)
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         # A script that trains by itself gets as long to end after a signal as under torchrun.
         self._at_once |= self._options.raw and time.monotonic() > self._stopping + GRACE
         if self._at_once or self._over or time.monotonic() >= self._deadline:
@@ -288,7 +291,7 @@ class Agent:
             return False
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
-        if not self._leaving and any(self._is_due(number, wanted) for number, wanted in self._wanted.items()):
+        if not self._leaving and any(self._is_due(number, wanted) for number, wanted in self._wanted_lives.items()):
             return False  # they wait for the hosts of the others
         if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
             return False  # other hosts continue to train, and need our coordinator
@@ -311,7 +314,7 @@ class Agent:
         elif main and kind in ("phase", "step", "evaluate") and not self._options.quiet:
             getattr(self._progress, kind)(event)
 
-    def _signalled(self, wakeup: socket.socket) -> None:
+    def _on_signal(self, wakeup: socket.socket) -> None:
         for number in wakeup.recv(CHUNK):
             if number == signal.SIGCHLD:
                 self._workers.look_for_stops()
@@ -340,7 +343,7 @@ class Agent:
         for worker in self._workers.all:
             if worker.alive and not worker.serves:  # a worker without a trainer yet just ends
                 worker.process.signal(sent)
-        self._want(self._wanted)  # a team that waits for hosts does not start any more
+        self._reconcile(self._wanted_lives)  # a team that waits for hosts does not start any more
 
     def _look_at_the_plan(self, now: float) -> None:
         """Stops the run at the end of a step if it is to go on under another plan."""
@@ -349,7 +352,7 @@ class Agent:
         orders = self._link.newest
         generation = orders.get("generation") or {"members": range(self._link.run["workers"])}
         hosts = [count for _, count in orders.get("hosts", ())]
-        self.change = self._watch.look(now, generation["members"], self._workers.now, hosts)
+        self.change = self._watch.look(now, generation["members"], self._workers.newest, hosts)
         if self.change is not None:
             what, why = self._watch.texts(self.change)
             self.say(f"auto: {what}: {why}")
@@ -383,18 +386,18 @@ class Agent:
 
     # ---- the coordinator
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         """Sends the coordinator a report if anything has changed."""
         now = time.monotonic()
         for worker in self._workers.all:
             worker.is_suspended = worker.alive and worker.stopped + STILL <= now
-        current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
+        current = [worker for worker in self._workers.newest.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         busy = {w.rank: round(w.pulse[BUSY], 6) for w in current if w.pulse[USUAL]}
         sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
         self._link.figures = {"loaded": loaded, "busy": busy, "sent": sent, "here": local_addresses}
         self._link.figures["troubles"] = [trouble[:3] for trouble in [*self._host_watch.newest]]
-        workers = {number: worker.report() for number, worker in self._workers.now.items()}
+        workers = {number: worker.report() for number, worker in self._workers.newest.items()}
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
@@ -406,7 +409,7 @@ class Agent:
             self._report = report
             self._link.put(report)
 
-    def _ordered(self) -> None:
+    def _take_orders(self) -> None:
         orders = self._link.take()
         if not orders:
             return
@@ -415,11 +418,11 @@ class Agent:
                 self._lines = version
                 self.say(line, always)
         self._store = orders["store"]
-        self._wanted = {int(number): wanted for number, wanted in orders["workers"].items()}
-        self._want(self._wanted)
+        self._wanted_lives = {int(number): wanted for number, wanted in orders["workers"].items()}
+        self._reconcile(self._wanted_lives)
         generation, messages = orders["generation"], []
-        if generation is not None and (orders["epoch"], generation["number"]) > self._number:
-            self._number = orders["epoch"], generation["number"]
+        if generation is not None and (orders["epoch"], generation["number"]) > self._sent_generation:
+            self._sent_generation = orders["epoch"], generation["number"]
             messages.append(generation)
         if orders["coming"] != self._coming or (orders["coming"] and messages):
             self._coming = orders["coming"]
@@ -455,22 +458,22 @@ class Agent:
 
     def _is_due(self, number: int, wanted: Mapping[str, Any]) -> bool:
         """Whether a worker is to start with the first team, and has not started yet."""
-        worker = self._workers.now.get(number)
+        worker = self._workers.newest.get(number)
         is_first = not (wanted["newcomer"] or wanted["out"] or number in self._declined)
         return is_first and (worker is None or worker.life < wanted["life"])
 
-    def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
-        """Starts and kills workers until each is in the life that the coordinator wants, and no worker that is out
-        runs. A worker is started again only after its last process has ended, and the workers of the first team once
-        the hosts of all of them have joined.
+    def _reconcile(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Starts and kills workers, so that each comes into the life that the coordinator wants, and none runs that is
+        out. A worker is started again only after its previous process has ended, and the workers of the first team
+        only once the hosts of all of them have joined. So this is called again until everything is as wanted.
         """
         together, self._ending_first = {}, []
         if self._workers.preparing:
             return
         for number, wanted in workers.items():
-            worker, life = self._workers.now.get(number), wanted["life"]
+            worker, life = self._workers.newest.get(number), wanted["life"]
             if worker is None and wanted["newcomer"] and number not in self._declined and not wanted["out"]:
-                self._start_again({number: life}, partial(self._workers.again, number, life))
+                self._try_start({number: life}, partial(self._workers.start_newcomer, number, life))
             elif worker is None and self._is_due(number, wanted):
                 together[number] = max(life, 0)
             if worker is None or worker.life > life or (worker.life == life and not wanted["out"]):
@@ -485,14 +488,14 @@ class Agent:
             if not wanted["newcomer"]:
                 together[number] = life
             elif not worker.alive:
-                self._start_again({number: life}, partial(self._workers.again, number, life))
+                self._try_start({number: life}, partial(self._workers.start_newcomer, number, life))
         if any(worker.alive for worker in self._ending_first if worker.rank in together):
             return
         if together and self._stop is not None:  # no worker has anything to save
             self._at_once = True
         elif together and self._store is not None:
             host, port = self._store
-            self._start_again(together, partial(self._workers.start, together, (host, port) if port else None))
+            self._try_start(together, partial(self._workers.start_team, together, (host, port) if port else None))
 
     def _look_at_ends(self, now: float) -> None:
         """Continues starts that wait for the ends of processes; kills a failed process that does not end."""
@@ -500,10 +503,10 @@ class Agent:
             if worker.alive and now > worker.ended + EXIT:
                 worker.process.signal(signal.SIGKILL)
         if any(not worker.alive for worker in self._ending_first):
-            self._want(self._wanted)
+            self._reconcile(self._wanted_lives)
 
-    def _start_again(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
-        """Starts lost workers in their next lives, or prints why that is not possible."""
+    def _try_start(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
+        """Calls `start`, which starts workers in the given `lives`, or prints why that is not possible."""
         error = None
         if self._leaving or self._stop is not None:  # the coordinator did not know of it yet
             error = ""
@@ -520,22 +523,22 @@ class Agent:
             if error:
                 self.say(error, always=True)
             for number, life in lives.items():
-                before = self._workers.now[number].report() if number in self._workers.now else {}
+                before = self._workers.newest[number].report() if number in self._workers.newest else {}
                 self._declined[number] = {**before, "life": life, "declined": True}
 
     def _fail(self, number: int) -> None:
         """Notes that the failure of this worker ends the run."""
-        self._since[number] = time.monotonic()
-        if number in self._workers.now:
+        self._failing_since[number] = time.monotonic()
+        if number in self._workers.newest:
             self._output.failing(number)
 
     @property
     def _deadline(self) -> float:
         """Monotonic seconds until which the agent waits for further reports about failures."""
-        return min((since + self._patience(number) for number, since in self._since.items()), default=math.inf)
+        return min((since + self._patience(number) for number, since in self._failing_since.items()), default=math.inf)
 
     def _patience(self, number: int) -> float:
-        worker = self._workers.now.get(number)
+        worker = self._workers.newest.get(number)
         if worker is None or worker.stopped < math.inf:  # it will report nothing more
             return OTHERS
         lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
@@ -561,7 +564,7 @@ class Agent:
         if asked.exists():
             try:
                 if away and self._coordinator is None and self._lease is None:
-                    self._keep(self._link.epoch + 1, self._link.home)
+                    self._run_coordinator(self._link.epoch + 1, self._link.home)
                     self.say("this host takes over the coordinator")
             finally:
                 asked.unlink()  # only now, because `take_over` then looks for the new address
@@ -575,15 +578,15 @@ class Agent:
             self.say("etcd does not answer, or assigned the run to another host; the workers of this host wait")
             self._coordinator.close()
             self._coordinator = None
-        if self._held_back and self._link.home != self._standby_address:  # the link found the host with the lease
-            self._taken_over(self._link.home)
-        lease.wanted = self._coordinator is None and (away or self._held_back)
+        if self._is_held_back and self._link.home != self._standby_address:  # the link found the host with the lease
+            self._on_take_over(self._link.home)
+        lease.wanted = self._coordinator is None and (away or self._is_held_back)
         if self._coordinator is not None or not lease.wanted:
             return
         if lease.held and lease.epoch is not None:
-            self._keep(lease.epoch, None if self._held_back else self._link.home, again=True)
+            self._run_coordinator(lease.epoch, None if self._is_held_back else self._link.home, again=True)
             self.say(
-                "etcd answers again" if self._held_back else "this host takes over the coordinator, as etcd decided"
+                "etcd answers again" if self._is_held_back else "this host takes over the coordinator, as etcd decided"
             )
             self._hold_back(False)
         elif lease.holder is not None and lease.holder not in (self._link.address, self._standby_address):
@@ -591,18 +594,20 @@ class Agent:
 
     def _hold_back(self, on: bool) -> None:
         """Makes the workers wait between two steps (`on`), or continue."""
-        self._held_back = on
+        self._is_held_back = on
         for worker in self._workers.all:
             if worker.alive:
                 worker.tell({"wait": on})
 
-    def _keep(self, epoch: int, before: tuple[str, int] | None, again: bool = False) -> None:
-        """Starts a coordinator on this host: as the successor of the one at `before`, or the same one `again`."""
+    def _run_coordinator(self, epoch: int, before: tuple[str, int] | None, again: bool = False) -> None:
+        """Starts a coordinator on this host: as the successor of the one at `before`, or, with `again`, in place of
+        one of this host that was closed.
+        """
         run = {**self._link.run, "script": self._options.script}
         newest = self._link.newest.get("generation") or {"number": 0, "members": list(range(run["workers"]))}
         generation = [newest["number"], newest["members"]]
         again |= before is not None
-        self._ending.took_over = not self._ending.first
+        self._outcome.took_over = not self._outcome.first
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
         given["numbers"] = [] if again else self._workers.numbers
         self._standby.listen(256)
@@ -620,21 +625,21 @@ class Agent:
         """Connects to another host that has taken over the coordinator; our workers join it as new workers."""
         if address == self._standby_address:
             return
-        if self._coordinator is not None or self._held_back:
-            self._taken_over(address)
+        if self._coordinator is not None or self._is_held_back:
+            self._on_take_over(address)
         self._link.move(address)
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
 
-    def _taken_over(self, address: tuple[str, int]) -> None:
+    def _on_take_over(self, address: tuple[str, int]) -> None:
         host, port = address
         self.say(f"the host at {host}:{port} has taken over; the workers of this host join it as new workers")
-        self._ending.first = self._ending.took_over = self._held_back = False
+        self._outcome.first = self._outcome.took_over = self._is_held_back = False
         self._forget_served()
         self._serving.stop()
 
-    def _still(self) -> float:
+    def _next_stop_report(self) -> float:
         """Monotonic seconds at which the next stopped worker is to be reported."""
         stopped = [w.stopped + STILL for w in self._workers.all if w.alive and not w.is_suspended and not w.out]
         return min(stopped, default=math.inf)
@@ -648,7 +653,7 @@ class Agent:
         left = end_sessions({worker.process.pid for worker in self._workers.all})
         self._recorder.look(end=True)
         if self._coordinator is not None:
-            self._see_off()
+            self._wait_for_other_hosts()
         self._link.close({**self._report, "bye": True})
         if self._coordinator is not None:
             self._coordinator.close()
@@ -656,7 +661,7 @@ class Agent:
             self._lease.close()
         self._standby.close()
         self._workers.close()
-        if self._ending.failures(self._workers.all, self._stop, self._failing):
+        if self._outcome.failures(self._workers.all, self._stop, self._failing):
             self._output.failing(self._output.shown)  # the output that is still held back belongs to the failure
         self._run_folder.restore()  # because the report is written there
         self._run_folder.close()
@@ -665,7 +670,7 @@ class Agent:
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
             self.say(f"ended processes that the workers left running: {names}")
 
-    def _see_off(self) -> None:
+    def _wait_for_other_hosts(self) -> None:
         """Waits until the other hosts have the last orders of our coordinator and end by themselves."""
         cut_short = self._at_once or self._failing
         if cut_short:

@@ -20,7 +20,7 @@ from paceline.base.text import duration, plural
 from paceline.errors import LaunchError, PlanError
 from paceline.launch.check import rehearse
 from paceline.launch.coordinator_process import write_address
-from paceline.launch.fork_server import Kept
+from paceline.launch.fork_server import WarmProcessHolder
 from paceline.launch.local import PATIENCE, as_node, launch, making_folder, run_folder, size_over_hosts, with_size
 from paceline.launch.options import ChosenPlan, LaunchOptions
 from paceline.launch.outcome import newest_checkpoint
@@ -47,7 +47,7 @@ def launch_with_chosen_plan(options: LaunchOptions) -> int:
         options = as_node(options)
     if options.join is not None:
         return launch(replace(options, plan=None, patience=max(options.patience, PATIENCE)))
-    with Kept() as warm:  # the run's workers are forked from the process from which those of trials were
+    with WarmProcessHolder() as warm:  # the run's workers are forked from the process from which those of trials were
         return launch(with_chosen_plan(replace(with_size(options), kept=warm)))
 
 
@@ -95,30 +95,30 @@ class _Trials:
         self._token = options.token or make_token(self._folder)
 
     def hosts(self, workers: int) -> tuple[int, ...]:
-        """Returns how many of so many workers each host has: where that is not known, as many as this one, as far as
-        they go.
+        """Returns how many of `workers` workers each host has. Where that is not known, each has as many as this
+        host, until all are given out.
         """
         if sum(self._options.hosts) == workers:
             return self._options.hosts
         each = self._options.workers
         return tuple(min(each, workers - before) for before in range(0, workers, each))
 
-    def run(self, folder: Path, options: LaunchOptions, order: dict[str, Any]) -> tuple[int, Any]:
+    def run(self, folder: Path, options: LaunchOptions, request: dict[str, Any]) -> tuple[int, Any]:
         """Runs the script in a fresh folder, as `rehearse` does. Trials with more workers than this host has begin once
         all workers have come.
         """
         given, workers = self._options, options.workers
         if workers <= given.workers:
-            return rehearse(folder, options, order)
+            return rehearse(folder, options, request)
         is_first, began = self.epoch == given.epoch, time.time()
         if is_first:
             say(f"waiting for {plural(workers - given.workers, 'worker')} of other hosts ...")
         size = size_over_hosts(options.plan, given.workers, workers)
-        options = replace(options, workers=given.workers, size=size, begin=workers, trial=tuple(order["trial"]))
+        options = replace(options, workers=given.workers, size=size, begin=workers, trial=tuple(request["trial"]))
         options = replace(options, listen=given.listen, port=self.port, epoch=self.epoch, token=self._token)
         options = replace(options, on_listening=self._listens, max_time=None if is_first else LONGEST)
         try:
-            code, answer = rehearse(folder, options, order)
+            code, answer = rehearse(folder, options, request)
         except SystemExit:
             if is_first or time.time() - began < parse_time(LONGEST):  # the user has stopped it
                 raise
@@ -154,7 +154,7 @@ def _earlier(options: LaunchOptions, workers: int) -> ChosenPlan | None:
 
 
 def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | None) -> ChosenPlan:
-    """Tries plans for so many workers. A plan whose replicas span hosts is not chosen if their checkpoints would have
+    """Tries plans for `workers` workers. A plan whose replicas span hosts is not chosen if their checkpoints would have
     no folder, unless the words say so.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-auto-") as folder:

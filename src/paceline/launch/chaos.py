@@ -20,7 +20,7 @@ from paceline.base.journal import effective_steps, read_journal
 from paceline.base.text import duration, plural
 from paceline.errors import UsageError
 from paceline.launch.check import LIMIT, Case, apart, rehearse
-from paceline.launch.fork_server import Kept
+from paceline.launch.fork_server import WarmProcessHolder
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
 from paceline.team.fault_injection import APART, FLIP, LASTING, Fault, parse_faults, read_log
@@ -48,14 +48,14 @@ def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: st
     schedule = parse_faults(faults) if faults else draw(workers, steps, losses, seed)
     if outside := [str(fault) for fault in schedule if fault.worker >= workers]:
         raise UsageError(f"{', '.join(outside)}: the workers are 0 to {workers - 1}", "name one of them")
-    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, Kept() as kept:
+    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, WarmProcessHolder() as kept:
         options = replace(options, max_restarts=2 * len(schedule), kept=kept)
         say(f"{plural(steps, 'step')} without faults ...")
         calm = Case.run(Path(folder, "calm"), options, steps)
         say(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...")
         text = ("" if faults else APART) + ",".join(map(str, schedule))
-        wild_folder, order = Path(folder, "wild"), {"steps": steps, "reverse": False}
-        code, answer = rehearse(wild_folder, options, order, PACELINE_CHAOS=text)
+        wild_folder, request = Path(folder, "wild"), {"steps": steps, "reverse": False}
+        code, answer = rehearse(wild_folder, options, request, PACELINE_CHAOS=text)
         wild = Case(wild_folder / "run", **answer) if answer else None
         exact = plan is not None and Plan.parse(plan).exact
         return _verdict(calm, wild, wild_folder / "run", schedule, steps, exact, code)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import in_one_line, say
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.fork_server import Kept
+from paceline.launch.fork_server import WarmProcessHolder
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
-from paceline.launch.outcome import INTERRUPTED
 from paceline.plan import Plan
-from paceline.team.coordinator import STOPPED
 
 FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
 LIMIT = {"float64": 1e-9, "float32": 1e-3}  # beyond this it is not rounding
@@ -34,7 +33,7 @@ def check(options: LaunchOptions, steps: int) -> int:
     if (plan := Plan.parse(options.plan or "")).in_windows:
         what = f"with {plan.several} the result depends on the speed of the workers, unlike with one worker"
         raise UsageError(what, f"check the script without {plan.several.partition('=')[0]}")
-    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, WarmProcessHolder() as kept:
         # In so few steps a lost worker must be visible; but servers need workers that may be started again.
         several = replace(options, max_restarts=int("server=" in (options.plan or "")), kept=kept)
         alone = replace(several, workers=1, plan=None)
@@ -49,12 +48,12 @@ def check(options: LaunchOptions, steps: int) -> int:
         return _verdict(results, workers, steps)
 
 
-def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **environment: str) -> tuple[int, Any]:
-    """Runs the script in a fresh folder. Returns its exit code and its answer to the order, or None without an answer.
+def rehearse(folder: Path, options: LaunchOptions, request: dict[str, Any], **environment: str) -> tuple[int, Any]:
+    """Runs the script in a fresh folder. Returns its exit code and its answer to the request; None without an answer.
     SystemExit: the run was asked to stop.
     """
     folder.mkdir()
-    environment["PACELINE_CHECK"] = json.dumps(order | {"out": str(folder / "out")})
+    environment["PACELINE_CHECK"] = json.dumps(request | {"out": str(folder / "out")})
     run_dir = str(folder / "run")
     environment = {**options.environment, **environment}
     code = launch(replace(options, run_dir=run_dir, temporary=True, quiet=True, environment=environment))

@@ -37,7 +37,7 @@ def take_over(folder: Path) -> str:
     asked = folder / TAKE_OVER
     if not (folder / "lock").exists():
         what = f"{in_one_line(folder)} is not a run folder"
-        raise UsageError(what, "pass that of a `paceline run --join` on this host")
+        raise UsageError(what, "pass the run folder of a `paceline run --join` on this host")
     asked.touch(0o600)
     end = time.monotonic() + PATIENCE
     while asked.exists() and time.monotonic() < end:

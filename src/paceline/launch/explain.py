@@ -15,7 +15,7 @@ from paceline.planner.descriptions import ProbeRequest
 from paceline.planner.explanation import figures_of
 
 
-def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
+def explain_plan(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
     """Explains a plan for `workers` workers (default: as few as the plan needs). With a script, one worker runs it up
     to its first step, and the explanation has figures. PlanError, UsageError: as in a run. LaunchError: the script ends
     before its first step.

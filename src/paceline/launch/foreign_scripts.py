@@ -26,7 +26,7 @@ _TRAINERS = {
 
 
 def refuse_foreign(script: Path, workers: int) -> None:
-    """Raises UsageError if a script, which is to run on so many workers, needs --raw.
+    """Raises UsageError if a script that will run on `workers` workers needs --raw.
 
     A script that imports Paceline, or a module beside it that does, is not examined.
     """

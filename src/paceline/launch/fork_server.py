@@ -1,8 +1,7 @@
 """The agent's side of the fork server: keeps a process that has imported torch, and asks it for workers.
 
-What that does is in forked_worker.py.
-
-A worker costs a tenth of a second so, instead of the seconds that torch and its compiler take to be imported. No torch.
+That process runs forked_worker.py. A forked worker starts in a tenth of a second, instead of the seconds that the
+import of torch and its compiler takes. The agent itself does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ColdError(Exception):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WorkerProgram:
     """A worker to start: the `program` for the interpreter, its environment and folder, and what it inherits: the
     `streams` for its output, and descriptors by the environment variable that holds their number (`numbered`).
     """
@@ -46,13 +45,13 @@ class Wanted:
     folder: str = "."
 
 
-class Kept:
+class WarmProcessHolder:
     """Holds the warm process that a run leaves to the next run of the same command, until the `with` block ends."""
 
     def __init__(self) -> None:
         self._left: tuple[Child, socket.socket, dict[str, str]] | None = None
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> WarmProcessHolder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +92,7 @@ class ForkServer:
         selector: BaseSelector,
         changed: Callable[[], None],
         say: Callable[[str], None],
-        kept: Kept | None = None,
+        kept: WarmProcessHolder | None = None,
     ) -> None:
         self._words, self._given, self._selector, self._kept = list(words), environment, selector, kept
         self.environment = fixed(environment)  # the variables that matter at the start of a process
@@ -109,14 +108,14 @@ class ForkServer:
         left = kept.take(self.environment) if kept is not None else None
         inherited = inherited_warm()
         if left is not None:
-            self._take(*left, ready=True)
+            self._adopt(*left, ready=True)
         elif inherited is not None:
-            self._take(Child(inherited[0]), socket.socket(fileno=inherited[1]))
+            self._adopt(Child(inherited[0]), socket.socket(fileno=inherited[1]))
         else:
             self._start()
 
-    def fork(self, wanted: Wanted) -> Child:
-        """Forks a worker, which begins its program. ColdError: that is not possible now, and no such process will run.
+    def fork(self, wanted: WorkerProgram) -> Child:
+        """Forks a worker, which begins its program. ColdError: that is not possible now, and no worker was forked.
 
         The worker waits at a gate until we know its process id, and ends when the gate closes. So if the warm process
         fails meanwhile, either we know the worker, or it never runs a line of the program.
@@ -137,7 +136,7 @@ class ForkServer:
                 gate.send(GO)
             return child
 
-    def _request(self, process: Child, wanted: Wanted, gate: socket.socket) -> str | None:
+    def _request(self, process: Child, wanted: WorkerProgram, gate: socket.socket) -> str | None:
         """Asks the warm process to fork a worker. Returns why it refused, if it did. Kills it if it is silent."""
         request = {
             "name": wanted.name,
@@ -166,7 +165,7 @@ class ForkServer:
             return None
         return int(pid_bytes) if pid_bytes else None
 
-    def look(self) -> None:
+    def kill_if_stopped(self) -> None:
         """Kills a warm process that was stopped by a signal, because it cannot fork."""
         if self._process is not None and self._process.look(os.WSTOPPED) is not None:
             self._process.signal(signal.SIGKILL)
@@ -215,15 +214,15 @@ class ForkServer:
             warm_end.close()
             os.close(write)
         self._selector.register(self._output, EVENT_READ, self._print)
-        self._take(Child(process.pid, process), agent_end)
+        self._adopt(Child(process.pid, process), agent_end)
 
-    def _take(self, process: Child, agent: socket.socket, ready: bool = False) -> None:
+    def _adopt(self, process: Child, agent: socket.socket, ready: bool = False) -> None:
         self._process, self._socket, self.ready = process, agent, ready
         self.sessions.add(process.pid)
         agent.settimeout(PATIENCE)
         if not ready:
-            self._selector.register(agent, EVENT_READ, self._hear)
-        self._selector.register(process.pidfd, EVENT_READ, self._ended)
+            self._selector.register(agent, EVENT_READ, self._on_first_message)
+        self._selector.register(process.pidfd, EVENT_READ, self._on_end)
 
     def _forget(self, file: Any) -> None:
         with suppress(KeyError):
@@ -236,7 +235,7 @@ class ForkServer:
         if data == b"":
             self._forget(self._output)
 
-    def _hear(self) -> None:
+    def _on_first_message(self) -> None:
         """Handles the first message of the warm process: its imports are done. Without one, it is about to end."""
         if self._process is None:  # it has ended in the same turn of the loop
             return
@@ -252,7 +251,7 @@ class ForkServer:
             self.close()
             self._start()
 
-    def _ended(self) -> None:
+    def _on_end(self) -> None:
         assert self._process is not None
         was_ready, status = self.ready, self._process.status
         if status is None:

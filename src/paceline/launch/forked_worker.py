@@ -65,7 +65,7 @@ class _FailedError(BaseException):
 
 
 @dataclass(frozen=True)
-class Began:
+class InitialState:
     """State of the process at its start: the imported modules, and the variables that are read only then."""
 
     modules: set[str]
@@ -116,11 +116,12 @@ def main(bare: set[str]) -> None:
     """Imports torch and serves the agent until its end; in a forked worker, returns when the script has ended. `bare`:
     the modules that every interpreter has imported at its start.
     """
-    began = Began(bare, fixed(worker_environment()))  # before the import of torch, which adds modules and variables
+    # Before the import of torch, which adds modules and variables.
+    initial = InitialState(bare, fixed(worker_environment()))
     loaded: dict[str, int] = {}
     last = sys.modules["paceline"]._last
     atexit.unregister(last)  # it was registered by the import of this file, and would find its modules removed
-    atexit.register(_leave_whole, loaded)  # registered before all others, so that it runs after them
+    atexit.register(_keep_unchanged_modules, loaded)  # registered before all others, so that it runs after them
     atexit.register(last)
     load()
     loaded_names = sys.modules.keys() - bare
@@ -128,7 +129,7 @@ def main(bare: set[str]) -> None:
     if _has_nanobind(loaded):
         atexit.register(lambda: vars(sys).update(paceline_quiet_end=_QuietEnd()))
     name_process(*WARM)
-    serve(socket.socket(fileno=int(sys.argv[1])), began)
+    serve(socket.socket(fileno=int(sys.argv[1])), initial)
 
 
 def load() -> None:
@@ -143,7 +144,7 @@ def load() -> None:
         finalizer.atexit = False
 
 
-def _leave_whole(loaded: Mapping[str, int]) -> None:
+def _keep_unchanged_modules(loaded: Mapping[str, int]) -> None:
     """Keeps the interpreter from tearing down modules that the script has not changed since they were `loaded` here (by
     their number of names). A teardown writes to shared pages, which copies them, and takes longer than a short script.
     """
@@ -174,13 +175,13 @@ class _QuietEnd:
         redirect(self._nothing, 2)
 
 
-def serve(agent: socket.socket, began: Began) -> None:
+def serve(agent: socket.socket, initial: InitialState) -> None:
     """Forks a worker for each request until the agent ends; in a forked worker, returns when the script has ended."""
     os.set_inheritable(agent.fileno(), False)
-    send(agent, {"environment": began.environment})
+    send(agent, {"environment": initial.environment})
     while (request := receive(agent)) is not None:
         given, descriptors = request
-        trouble = _in_the_way(agent, descriptors) or _of_the_script(given, began)
+        trouble = _why_unforkable(agent, descriptors) or _why_unfit(given, initial)
         reply: dict[str, Any] = {"trouble": trouble}
         if trouble is None:
             try:
@@ -190,7 +191,7 @@ def serve(agent: socket.socket, began: Began) -> None:
             else:
                 if between:
                     agent.close()
-                    become({**given, "between": between, "descriptors": descriptors})
+                    become_worker({**given, "between": between, "descriptors": descriptors})
                     return
         for descriptor in descriptors:
             os.close(descriptor)
@@ -198,7 +199,9 @@ def serve(agent: socket.socket, began: Began) -> None:
 
 
 def _fork() -> int:
-    """Forks twice. Returns 0 here, and in the worker the id of the process between. OSError: the fork failed."""
+    """Forks twice. Returns 0 here, and in the worker the id of the process between, which ends at once, so that the
+    agent adopts the worker. OSError: the fork failed.
+    """
     between = os.fork()
     if between == 0:
         between = os.getpid()
@@ -219,7 +222,7 @@ def _fork() -> int:
 FORKS_WELL = "jemalloc_bg_thd"
 
 
-def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
+def _why_unforkable(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
     """Describes state that a worker must not inherit; None if there is none. It is checked before each fork."""
     tasks = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks]
@@ -240,7 +243,7 @@ def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
     return None
 
 
-def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
+def _why_unfit(given: Mapping[str, Any], initial: InitialState) -> str | None:
     """Why a script would not run in a copy of this process as in a fresh interpreter; None if it would."""
     import zipfile  # imported here because the agent, which imports this file too, does not need it
 
@@ -254,7 +257,7 @@ def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
         neighbours = {path.name.partition(".")[0]: path for path in Path(folder).iterdir()}
     except OSError:
         return None
-    for name in sorted((neighbours.keys() & sys.modules.keys()) - began.modules):
+    for name in sorted((neighbours.keys() & sys.modules.keys()) - initial.modules):
         script_spec, loaded_spec = PathFinder.find_spec(name, [folder]), sys.modules[name].__spec__
         if script_spec and script_spec.origin and (loaded_spec is None or script_spec.origin != loaded_spec.origin):
             return f"{neighbours[name]} has the name of a module that the warm process has imported"
@@ -269,14 +272,14 @@ def _first_path(program: Sequence[str], folder: str) -> str:
 # ---- the worker
 
 
-def become(given: Mapping[str, Any]) -> None:
+def become_worker(given: Mapping[str, Any]) -> None:
     """Runs the script as ``python SCRIPT ARGUMENTS`` would; `given` is what `ForkServer` asks for."""
     gate, stdout, stderr, *numbered = given["descriptors"]
     os.setsid()
     while os.getppid() == given["between"]:
         time.sleep(0)
     die_with(given["agent"])
-    _pass(socket.socket(fileno=gate))
+    _wait_at_gate(socket.socket(fileno=gate))
     for descriptor, stream in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, stream)
         os.close(descriptor)
@@ -293,7 +296,7 @@ def become(given: Mapping[str, Any]) -> None:
     run(given["program"], given["name"], environment)
 
 
-def _pass(gate: socket.socket) -> None:
+def _wait_at_gate(gate: socket.socket) -> None:
     """Sends the agent the id of this process and waits for its answer; exits if the agent does not answer."""
     go = b""
     with gate, suppress(OSError):
@@ -304,7 +307,7 @@ def _pass(gate: socket.socket) -> None:
 
 
 def run(program: Sequence[str], name: str, environment: dict[str, str]) -> None:
-    """Turns this process into an interpreter that runs a `program`, as in `Wanted`."""
+    """Turns this process into an interpreter that runs a `program`, as in `WorkerProgram`."""
     script, *arguments = program
     module = arguments.pop(0) if script == MODULE else ""
     sys.argv = [script, *arguments]
@@ -312,7 +315,7 @@ def run(program: Sequence[str], name: str, environment: dict[str, str]) -> None:
     name_process(name, sys.orig_argv)
     if not sys.flags.safe_path:
         sys.path.insert(0, _first_path(program, os.getcwd()))
-    _watch(environment)
+    _watch_environment(environment)
     main = sys.modules["__main__"] = ModuleType("__main__")  # replaces the former one, which would never be collected
     vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], __loader__=BuiltinImporter)
     del main
@@ -367,7 +370,7 @@ def _limit_pool(environment: Mapping[str, str]) -> None:
                 break
 
 
-def _watch(environment: dict[str, str]) -> None:
+def _watch_environment(environment: dict[str, str]) -> None:
     """Watches for variables that libraries read while they are loaded. If the script sets one before it imports torch,
     the worker starts again in its place, without the imports of the warm process.
     """
@@ -379,7 +382,7 @@ def _watch(environment: dict[str, str]) -> None:
         name = os.fsdecode(values[0])
         value = os.fsdecode(values[1]) if event == "os.putenv" else None
         if _is_read_once(name) and value != environment.get(name) and not _has_torch():
-            _anew(name, environment)
+            _restart_cold(name, environment)
 
     sys.addaudithook(on_audit_event)
 
@@ -394,7 +397,7 @@ def _has_torch() -> bool:
     return False
 
 
-def _anew(variable: str, environment: dict[str, str]) -> NoReturn:
+def _restart_cold(variable: str, environment: dict[str, str]) -> NoReturn:
     """Starts the same process again, cold, with the same descriptors."""
     events = environment.get("PACELINE_EVENTS_FD")
     why = f"the script sets {variable} before it imports torch"

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from paceline.base.console import say
 from paceline.base.environment import read_call, read_world
+from paceline.base.exit_codes import INTERRUPTED
 from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError, a, first_line
 from paceline.launch.engines.engine import Engine, Host
@@ -92,7 +93,7 @@ def launch(
             code = launcher.run()
     finally:
         engine.close()
-    if code == 130:
+    if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
         raise LaunchError(f"{name} ended with exit code {code}", f"see the output above, or {run_dir}/logs")

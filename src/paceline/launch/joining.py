@@ -133,7 +133,7 @@ def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
     return standby
 
 
-def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
+def find_run(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
     """The address of the coordinator of the run to join, its token, and the run folder if it is on this host.
     UsageError: there is no such run, or the token is missing.
     """
@@ -153,7 +153,8 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
     if options.token is not None:
         return address_of(options.join), options.token, None
     if options.token_file is None:
-        raise UsageError("a run at HOST:PORT needs its token", f"copy its file {NAME} here, and pass --token-file FILE")
+        cure = f"copy the file {NAME} of its run folder here, and pass --token-file FILE"
+        raise UsageError("a run at HOST:PORT needs its token", cure)
     return address_of(options.join), read_token(Path(options.token_file)), None
 
 
@@ -163,7 +164,7 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
     """
     host, port = link.address
     try:
-        numbers = _introduced(link, options.patience)
+        numbers = _introduce(link, options.patience)
     except UnsignedError as error:
         if error.code == 401:
             cure = f"copy the file {NAME} of its run folder here again"
@@ -200,7 +201,7 @@ def explain_refusal(refused: RefusedError, options: LaunchOptions, address: tupl
     return UsageError("; ".join(what), "make this host equal to the run, and join again")
 
 
-def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
+def _introduce(link: CoordinatorClient, patience: float) -> list[int]:
     """Asks the coordinator for the numbers of our workers. Waits up to `patience` seconds for it to begin, and longer
     if it was restarted and does not know yet which workers it lacks.
     """

@@ -32,6 +32,7 @@ from paceline.base.environment import (
     trainjob_server,
     variable,
 )
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT
 from paceline.base.journal import Journal, replace_file
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
 from paceline.base.mesh import pick_ranks
@@ -42,8 +43,17 @@ from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.foreign_scripts import refuse_foreign
-from paceline.launch.fork_server import Kept
-from paceline.launch.joining import HostExcludedError, address_of, find, introduction, join, likeness, listen, stand_by
+from paceline.launch.fork_server import WarmProcessHolder
+from paceline.launch.joining import (
+    HostExcludedError,
+    address_of,
+    find_run,
+    introduction,
+    join,
+    likeness,
+    listen,
+    stand_by,
+)
 from paceline.launch.mirror import mirror, shared
 from paceline.launch.notify import Notifier
 from paceline.launch.options import CONFIG_FILE, GIVEN, LaunchOptions
@@ -58,7 +68,6 @@ from paceline.plan import Plan
 from paceline.team.auth import keep_token, make_token, read_token
 from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.etcd_lease import parse_store
-from paceline.team.host_failures import LEFT_OUT
 
 PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
 REJOIN = 60.0  # seconds in which a run goes on under another plan
@@ -96,7 +105,7 @@ def launch(options: LaunchOptions) -> int:
 
 def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:
     """Runs a new or resumed run of this command, and restarts it after a loss that it cannot survive."""
-    with mirror(options.mirror) as variables, Kept() as kept:
+    with mirror(options.mirror) as variables, WarmProcessHolder() as kept:
         environment = {**options.environment, **variables}
         kept = options.kept or kept
         options = replace(options, run_dir=str(run_folder(options)), environment=environment, kept=kept)
@@ -114,7 +123,7 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
                 # Where the first team is on several hosts, the other hosts have ended with the run.
-                killed = (options.raw or 128 < code != 130) and options.size <= options.workers
+                killed = (options.raw or 128 < code != INTERRUPTED) and options.size <= options.workers
                 if not (again or variables) or not killed or restarts > options.max_restarts:
                     notifier.end(run_folder(options), code)
                     return code
@@ -242,7 +251,7 @@ def _join_until_end(options: LaunchOptions, notifier: Notifier) -> int:
     """Joins a run that another command has started, and joins it again each time that its plan has changed. Returns the
     exit code.
     """
-    with Kept() as kept:
+    with WarmProcessHolder() as kept:
         options = replace(options, kept=options.kept or kept)
         while True:
             try:
@@ -259,7 +268,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> tuple[int, LaunchOption
     """Starts workers for a run that another command has started. Returns the exit code, and the options with which to
     join the run again if it goes on under another plan. HostExcludedError: the run leaves this host out.
     """
-    address, token, folder = find(options)
+    address, token, folder = find_run(options)
     has_own_folder = folder is None
     if folder is None:
         folder = run_folder(options)

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.journal import Journal, plain
 from paceline.errors import UsageError
 from paceline.observe.summary import Summary
-from paceline.team.coordinator import STOPPED
 
 PATIENCE = 60.0  # seconds that the command may take
-POLITE = (0, STOPPED, 130)  # exit codes of runs that did not fail
+POLITE = (0, STOPPED, INTERRUPTED)  # exit codes of runs that did not fail
 
 
 class Notifier(AbstractContextManager["Notifier"]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch.fork_server import Kept
+from paceline.launch.fork_server import WarmProcessHolder
 
 if TYPE_CHECKING:
     from paceline.planner.outlook import Now, Outlook
@@ -22,7 +22,7 @@ GIVEN = (
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan that `auto` has chosen for so many workers, where a plan with these words was `asked` for.
+    """A plan that `auto` has chosen for `workers` workers, where a plan with the words `asked` was asked for.
 
     `workers` counts those on all hosts. `outlook`: what is known of other plans. `before`: the options with the plan
     that was changed to this one, and `now` what was measured under that.
@@ -106,7 +106,7 @@ class LaunchOptions:
     debug: int | None = None
     quiet: bool = False
     verbose: bool = False
-    kept: Kept | None = None
+    kept: WarmProcessHolder | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     cold_start: bool = False
     max_restarts: int = 10

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.base.console import Coloured, command_line, in_one_line, printable
 from paceline.base.environment import FUNCTION, host_name
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT, STOPPED
 from paceline.base.journal import Event, Journal
 from paceline.base.memory import advice
 from paceline.base.tracebacks import named, short
@@ -22,10 +23,7 @@ from paceline.launch.options import CONFIG_FILE, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.workers import Worker
 from paceline.observe.report import write_report
-from paceline.team.coordinator import STOPPED
-from paceline.team.host_failures import LEFT_OUT
 
-INTERRUPTED = 130
 NOT_USED = "no Trainer was created and paceline.join() was not called"
 INSTEAD = "create a paceline.Trainer, add --raw if the script uses torch.distributed, or run it with plain python"
 RAW = "checkpoints are those of the script itself\nstart again with"

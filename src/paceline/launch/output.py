@@ -142,9 +142,9 @@ class Output:
             for text in held:
                 self._show(coloured(text))
 
-    def again(self, rank: int) -> None:
-        """Forgets the last lines of a worker, because another process takes its place."""
-        if rank in self._feeds:  # otherwise the process before was on another host
+    def forget_last_lines(self, rank: int) -> None:
+        """Forgets the last lines of a worker, because a new process takes its place."""
+        if rank in self._feeds:  # otherwise its previous process was on another host
             self._feeds[rank].tail.clear()
             self._feeds[rank].errors.clear()
 

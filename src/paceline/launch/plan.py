@@ -17,7 +17,7 @@ from paceline.base.environment import cache_folder, gpus
 from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.check import rehearse
-from paceline.launch.fork_server import Kept
+from paceline.launch.fork_server import WarmProcessHolder
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
 from paceline.planner.candidates import (
@@ -288,7 +288,7 @@ def plan(
     Also draws the plans to the file `svg`, and explains the plan `explained`. `launcher` are the words that start a run
     on other hosts.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, Kept() as kept:
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, WarmProcessHolder() as kept:
         if explained is not None:
             Plan.parse(explained).validate(options.workers)
         answer = Planning(replace(options, kept=kept), question, Path(folder)).answer()

@@ -13,27 +13,26 @@ from typing import Any
 
 from paceline.base.console import say
 from paceline.base.environment import cache_folder, gpus
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.heartbeat import BUSY, DONE, STEPS, USUAL
 from paceline.base.journal import NAME, Journal, Reader
 from paceline.base.text import duration, plural
 from paceline.errors import PlanError
 from paceline.launch.options import ChosenPlan, LaunchOptions
-from paceline.launch.outcome import INTERRUPTED
 from paceline.launch.workers import Worker
 from paceline.plan import Plan
 from paceline.planner.candidates import words_to_join
 from paceline.planner.choose import milliseconds
 from paceline.planner.history import HISTORY, History
 from paceline.planner.outlook import ALIKE, MARGIN, Now, Outlook, PlanChange
-from paceline.team.coordinator import STOPPED
 
 LOOK = 0.5  # seconds between two looks
 SECONDS = 4.0  # for which a team must have trained, and made `WARM` steps
 WARM = 2 * STEPS
 STAYED = 30.0  # the same of a team that has lost workers, which may come back
-LATER = 2.0  # if no plan pays, the next comparison comes after so many times as long, at most after
-RAREST = 600.0  # seconds
-COPIED = 1e8  # bytes in a second that are written to a checkpoint, and read from it
+LATER = 2.0  # if no plan pays, the pause before the next comparison grows by this factor
+RAREST = 600.0  # seconds of such a pause, at most
+COPIED = 1e8  # bytes per second that are written to a checkpoint, and read from it
 SLOW = 1.5  # times the usual load of a worker that is named
 SIDES = "predicted", "measured"  # in the journal's figures
 FIRST_STEPS = 10  # steps of the new plan that take twice as long

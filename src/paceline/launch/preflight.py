@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import mmap
@@ -11,7 +10,6 @@ import re
 import resource
 import shutil
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ from paceline.base.environment import (
     read_world,
     slurm_job,
 )
+from paceline.base.network_interfaces import interface_addresses
 from paceline.base.text import plural, size_of
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.host_health import Gpus, counters
@@ -46,7 +45,6 @@ FILES = 1024  # open files below which a note is given: hundreds of workers and 
 SIDE, PRODUCTS = 1024, 0.25  # rows of the matrices that are multiplied, and seconds of that
 SLOW = 0.5  # seconds of a flush above which a note is given
 TORCH = (2, 13)
-_SIOCGIFADDR = 0x8915  # of netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -232,28 +230,15 @@ def own_address() -> str:
     """The address at which other hosts reach this one: the address of its default route, otherwise that of its first
     network interface, otherwise an empty text.
     """
+    interfaces = (address for _, address in interface_addresses() if not address.startswith("127."))
+    return _default_route_address() or next(interfaces, "")
+
+
+def _default_route_address() -> str:
+    """The address of this host's default route; an empty text without such a route."""
     with suppress(OSError):
         return address_towards("192.0.2.1")  # an address reserved for documentation
-    return next(iter(_network_addresses()), "")
-
-
-def _network_addresses() -> list[str]:
-    """The addresses of the interfaces of this host except the loopback, in the order of the interfaces."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in addresses if not address.startswith("127.")]
-
-
-def _has_default_route() -> bool:
-    try:
-        address_towards("192.0.2.1")
-        return True
-    except OSError:
-        return False
+    return ""
 
 
 def _address() -> Iterator[Finding]:
@@ -271,7 +256,7 @@ def _address() -> Iterator[Finding]:
         resolved = socket.gethostbyname(name)
     loops = resolved.startswith("127.")
     more = f"{name} resolves to {resolved} here; Paceline uses the address, other tools may not" if loops else ""
-    alone = "" if _has_default_route() else ", only in its own network: this host has no default route"
+    alone = "" if _default_route_address() else ", only in its own network: this host has no default route"
     yield Finding(f"other hosts reach {name} at {address}{alone}", note=more)
 
 

@@ -16,7 +16,7 @@ from paceline.base.text import plural, ranks
 from paceline.base.tracebacks import named
 from paceline.errors import FormatError, LaunchError, PacelineError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
-from paceline.launch.joining import NO_TOKEN, find
+from paceline.launch.joining import NO_TOKEN, find_run
 from paceline.launch.options import LaunchOptions
 from paceline.observe.profiling import FOLDER as PROFILES
 from paceline.observe.profiling import profile_of
@@ -95,7 +95,7 @@ def _find_run(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes,
     if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
         what = f"no run was started in {in_one_line(run)}, or its coordinator is on another host"
         raise UsageError(what, "pass the run folder on the host of its coordinator")
-    return find(LaunchOptions(script="", join=run, token_file=token_file))
+    return find_run(LaunchOptions(script="", join=run, token_file=token_file))
 
 
 def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: str) -> Any:
@@ -171,7 +171,7 @@ def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> N
 
 def _runs(folder: Path) -> bool:
     try:
-        address, token, _ = find(LaunchOptions(script="", join=str(folder)))
+        address, token, _ = find_run(LaunchOptions(script="", join=str(folder)))
     except PacelineError:
         return False
     return _answers(address, token)

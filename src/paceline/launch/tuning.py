@@ -56,7 +56,7 @@ def surround(
     return variables, pins, done
 
 
-def doubts(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list[str]:
+def thread_warnings(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list[str]:
     """Warnings about numbers of threads in the user's environment that are probably a mistake."""
     each, texts = max(1, len(cores) // workers), list[str]()
     for name, number in threads_asked(given).items():

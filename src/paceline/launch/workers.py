@@ -1,4 +1,4 @@
-"""The worker processes of a host: starts them, reads what they report, gives them orders, ends them."""
+"""The worker processes of a host: starts them, reads their output and events, sends them commands, ends them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.environment import SERVERS, starts_cold, worker_environment
+from paceline.base.exit_codes import STOPPED
 from paceline.base.heartbeat import HeartbeatView
 from paceline.base.journal import Journal
 from paceline.base.schema import find_wrong, read_json
@@ -27,14 +28,13 @@ from paceline.base.text import called
 from paceline.base.tracebacks import before_the_trace, read_trace
 from paceline.errors import FormatError, LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
-from paceline.launch.fork_server import ColdError, ForkServer, Wanted
+from paceline.launch.fork_server import ColdError, ForkServer, WorkerProgram
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
 from paceline.launch.raw import hold_port, worker_variables
 from paceline.launch.spares import is_one_host
-from paceline.launch.tuning import doubts, pin, pin_threads, surround
-from paceline.team.coordinator import STOPPED
+from paceline.launch.tuning import pin, pin_threads, surround, thread_warnings
 
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most from an ended worker, because its children may continue to write
@@ -56,7 +56,7 @@ class Worker:
     life: int
     process: Child
     memory: MemoryKills
-    orders: socket.socket
+    commands: socket.socket
     store: tuple[str, int]
     output: Output
     pulse: HeartbeatView
@@ -110,7 +110,7 @@ class Worker:
         return f"was {how}" if how.startswith(("killed", "ended")) else how
 
     def report(self) -> dict[str, Any]:
-        """The report of this worker to the coordinator, see `team.coordinator.WorkerReport`."""
+        """The report of this worker to the coordinator, see `team.worker_slots.WorkerReport`."""
         failed_event, events = self.events.get("failed"), self.events
         return {
             "life": self.life,
@@ -164,10 +164,10 @@ class Worker:
         tail = before_the_trace(self.output.tail(self.rank, LOOKED))[-SHOWN:]
         return {"cause": [before + text for text, before in lines if text], "tail": tail}
 
-    def tell(self, order: dict[str, Any]) -> None:
-        """Sends an order. It does not wait: a stopped worker does not read orders."""
+    def tell(self, command: dict[str, Any]) -> None:
+        """Sends a command. It does not wait: a stopped worker does not read commands."""
         with suppress(OSError):
-            self.orders.send(json.dumps(order).encode() + b"\n", socket.MSG_DONTWAIT)
+            self.commands.send(json.dumps(command).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def tidy(self) -> None:
         """Removes files in /dev/shm of loaders that were killed between torch's opening and unlinking them."""
@@ -208,11 +208,12 @@ class Workers:
         given = worker_environment() | dict(options.environment)
         cores = sorted(os.sched_getaffinity(0))
         count = options.workers or options.spares
-        self._variables, self._pins, self.done = surround(count, given, cores)
-        self.doubts = doubts(count, given, cores)
+        # The (choice, reason) pairs in `tuning` are printed and journaled.
+        self._variables, self._pins, self.tuning = surround(count, given, cores)
+        self.thread_warnings = thread_warnings(count, given, cores)
 
     @property
-    def now(self) -> dict[int, Worker]:
+    def newest(self) -> dict[int, Worker]:
         """The newest process of each worker, by the worker's number."""
         return {worker.rank: worker for worker in self.all}
 
@@ -236,33 +237,33 @@ class Workers:
         if begin is not None:
             begin()
 
-    def start(self, lives: Mapping[int, int], store: tuple[str, int] | None = None) -> None:
-        """Starts workers that form a team, each in the given life. The first worker of the team serves its `store`; if
-        that is None, it is the first one of these, on a socket that is bound before, so that no other process can take
-        the port.
+    def start_team(self, lives: Mapping[int, int], store: tuple[str, int] | None = None) -> None:
+        """Starts workers of the first team, each in the given life. `store` is the address of the team's store, which a
+        worker of another host serves. None: the first of these workers serves it, on a socket that is bound before the
+        worker starts, so that no other process can take the port.
         """
         sockets = [self._listener() for _ in lives]
         for (rank, life), listener in zip(sorted(lives.items()), sockets, strict=True):
-            self._follow(rank, life)
+            self._clean_up_after(rank, life)
             self._start(rank, life, listener, store or sockets[0].getsockname(), newcomer=False)
         for listener in sockets:
             listener.close()
 
-    def again(self, rank: int, life: int) -> None:
+    def start_newcomer(self, rank: int, life: int) -> None:
         """Starts a worker that waits until it is admitted."""
-        self._follow(rank, life)
+        self._clean_up_after(rank, life)
         listener = self._listener()
         self._start(rank, life, listener, listener.getsockname(), newcomer=True)
         listener.close()
 
-    def _follow(self, rank: int, life: int) -> None:
+    def _clean_up_after(self, rank: int, life: int) -> None:
         """Cleans up after the earlier processes of a worker before the next one starts."""
         for worker in self.all:
             if worker.rank == rank:
                 worker.tidy()
         if life:
             self._began = time.time()
-            self._output.again(rank)
+            self._output.forget_last_lines(rank)
 
     def _listener(self) -> socket.socket:
         listener = socket.socket()
@@ -276,13 +277,13 @@ class Workers:
         few = (self._options.size or len(self.numbers)) < max(self._options.min_workers, self._options.begin)
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
-        orders, worker_end = socket.socketpair()
+        commands, worker_end = socket.socketpair()
         pulse = HeartbeatView()
         descriptors = {"EVENTS": pipes["events"][1], "ORDERS": worker_end.fileno(), "STORE": listener.fileno()}
         descriptors["PULSE"] = pulse.fd
         if not self._options.max_restarts or self._options.raw:
             del descriptors["ORDERS"]
-        wanted = Wanted(
+        wanted = WorkerProgram(
             f"paceline {called(rank).removeprefix('worker-')}",
             self._options.program,
             self._environment(
@@ -311,10 +312,10 @@ class Workers:
         if local_rank is not None:
             pin(process.pid, cores)
         worker = Worker(
-            rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output, pulse
+            rank, life, process, MemoryKills(process.pid), commands, listener.getsockname(), self._output, pulse
         )
         worker.newcomer, worker.cores = newcomer, cores
-        self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
+        self._register(worker, {name: read for name, (read, _) in pipes.items()})
 
     def pin(self, worker: Worker) -> None:
         """Gives a worker that has entered the team the cores of the one that it replaces, unless its own are free."""
@@ -330,7 +331,7 @@ class Workers:
             return {}
         return worker_variables(self._options, self._folder.name, rank, self._port.getsockname())
 
-    def _fork(self, wanted: Wanted) -> Child | None:
+    def _fork(self, wanted: WorkerProgram) -> Child | None:
         if self._warm is None:
             return None
         try:
@@ -345,7 +346,7 @@ class Workers:
             self._say(f"workers start cold: {why}")
             self._journal.write("decision", what="workers start cold", why=why)
 
-    def _execute(self, wanted: Wanted, has_terminal: bool) -> Child:
+    def _execute(self, wanted: WorkerProgram, has_terminal: bool) -> Child:
         """Starts a worker with an interpreter of its own; with `has_terminal` it has the terminal's streams."""
         process = subprocess.Popen(
             [sys.executable, *wanted.program],
@@ -359,7 +360,7 @@ class Workers:
         )
         return Child(process.pid, process)
 
-    def _take_in(self, worker: Worker, pipes: Mapping[str, int]) -> None:
+    def _register(self, worker: Worker, pipes: Mapping[str, int]) -> None:
         self.all.append(worker)
         self.selector.register(worker.process.pidfd, selectors.EVENT_READ, partial(self._ended, worker))
         for name, read in pipes.items():
@@ -468,7 +469,7 @@ class Workers:
                 self._note(worker, "stopped" if stopped else "continued")
         sessions = {worker.process.pid for worker in self.all}
         if self._warm is not None:
-            self._warm.look()
+            self._warm.kill_if_stopped()
             sessions |= self._warm.sessions
         reap_strangers(sessions)
 
@@ -489,7 +490,7 @@ class Workers:
             self.drain(worker)
             worker.process.reap()
             worker.tidy()
-            worker.orders.close()
+            worker.commands.close()
             worker.pulse.close()
             for fd in worker.pipes:
                 os.close(fd)

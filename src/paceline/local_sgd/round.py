@@ -178,7 +178,7 @@ class LocalSgd:
         try:
             return local_sgd_round(self, batches)
         except BrokenOffError as end:
-            self.context.run.agreed(end.agreed)
+            self.context.run.record_agreed(end.agreed)
             return None
 
     def assignment(self) -> Assignment:
@@ -212,7 +212,7 @@ class LocalSgd:
     def _read_saved_island(self, island: int) -> list[Any]:
         """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
         run = self.context.run
-        if (checkpoint := run.checkpoints.look()) is None:
+        if (checkpoint := run.checkpoints.read_newest()) is None:
             return []
         saved = dict(enumerate(checkpoint[1]["trainers"])).get(self.context.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
@@ -282,9 +282,9 @@ class LocalSgd:
                 if isles.is_reporter and ready != before:
                     quorum.report(step.number, (), ready, last=False)
                 try:
-                    whose = f" of island {island}"
-                    name = f"step {one.number + 1}{whose}"
-                    stops = island_step(self, island, replace(one, name=name, whose=whose))
+                    of_island = f" of island {island}"
+                    name = f"step {one.number + 1}{of_island}"
+                    stops = island_step(self, island, replace(one, name=name, of_island=of_island))
                     if stops and (ahead + 1 < every or island != due[-1]):
                         self.diloco.after_last_inner_step(breaks_off=True)
                         return False

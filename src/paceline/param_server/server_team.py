@@ -32,7 +32,7 @@ class ServerTeam:
         if run.servers is None:
             operations = context.transactions
             operations.ahead = False
-            find, key = (lambda: operations.orders.servers), partial(handshake_key, run.team.world.run_dir)
+            find, key = (lambda: operations.commands.servers), partial(handshake_key, run.team.world.run_dir)
             check = self._check_team if watch_team else _nothing
             run.servers = ServerClient(count, copies, operations.worker, find, key, check)
             run.team.world.tell("servers", count=count, copies=copies)

@@ -243,7 +243,7 @@ class WindowStrategy:
         try:
             return self._window(self, batches)
         except BrokenOffError as end:
-            self.context.run.agreed(end.agreed)
+            self.context.run.record_agreed(end.agreed)
             return None
 
     def assignment(self) -> Assignment:

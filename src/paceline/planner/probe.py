@@ -22,7 +22,7 @@ from paceline.parallel.pipeline.partition import StagePartition
 from paceline.planner.block_probe import BlockFigures, BlockProbe, time_on
 from paceline.planner.descriptions import BlockDescription, LinkDescription, MachineDescription, ModelDescription
 from paceline.planner.division import Division
-from paceline.session.validation import memory_now, room_of_worker
+from paceline.session.process_memory import memory_now, room_of_worker
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
 

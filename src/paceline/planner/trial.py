@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.compute.merge_policy import TRIES
 from paceline.planner.descriptions import TrialResult, as_json, usual
-from paceline.session.validation import peak_memory
+from paceline.session.process_memory import peak_memory
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
 

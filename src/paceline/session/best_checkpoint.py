@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.observe.key_figures import BEST
-from paceline.session.reported_values import MODES, Followed, check_followed
+from paceline.session.reported_values import MODES, ValueFollower, check_followed
 
 if TYPE_CHECKING:
     from paceline.session.run import Run
 
 
-class BestCheckpoint(Followed):
+class BestCheckpoint(ValueFollower):
     """The value that `Trainer.keep_best` follows: its name, and the best values so far with their steps of the run.
 
     `count` checkpoints are kept. A value that is one of the best is `due` until its checkpoint is written.

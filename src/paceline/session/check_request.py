@@ -16,14 +16,14 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import in_pieces
 from paceline.errors import UsageError
 from paceline.session.notices import Notices
+from paceline.session.process_memory import room_of_worker
 from paceline.session.reporter import Reporter
-from paceline.session.validation import room_of_worker
 
 PART = 0.25  # of a worker's memory that the parameters of a model take at most in a probe
 
 
 class CheckRequest:
-    """The request of `paceline check` (the weights after so many `steps`), `paceline explain` (a probe) or `paceline
+    """The request of `paceline check` (the weights after `steps` steps), `paceline explain` (a probe) or `paceline
     plan` (a probe or a trial), if one of them started this run. `peers` is the number of workers on this host.
     """
 

@@ -1,19 +1,17 @@
 """Decides when checkpoints are made, who writes what, and when one counts.
 
-All begin one together, between two steps; each writes its part meanwhile training goes on (`checkpoint/writer.py`).
-Each step's vector says how many are still writing. When nobody is, they tell each other of their files between two
-steps, and the first of the writers writes the manifest, without which there is no checkpoint.
+All workers begin a checkpoint together, between two steps, and each writes its part while training goes on
+(`checkpoint/writer.py`). Each step's vector says how many workers are still writing. When none is, they exchange the
+digests of their files between two steps, and the first of the writers writes the manifest, without which there is no
+checkpoint.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import math
-import random
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,10 +42,11 @@ from paceline.checkpoint.files import (
 )
 from paceline.checkpoint.host_memory import HostMemory
 from paceline.checkpoint.storage import Folder, Storage
-from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, unpack
+from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.checkpoint.writer import Background, WriterJob
 from paceline.errors import CheckpointError, UsageError
 from paceline.session.reporter import Reporter
+from paceline.session.user_streams import user_streams
 from paceline.team.team import Team
 
 _OVERHEAD = 0.03  # of the time, at most, with `--save-every auto`
@@ -109,12 +108,12 @@ class PendingCheckpoint:
 class CheckpointManager:
     """Takes the checkpoints of a run, on one worker.
 
-    `begun` is the step of the last one that was begun, and `open` whether its end is not yet known to all workers: both
-    are the same everywhere. `committed` is the last one that this worker knows to be complete. `asked` requests one
-    between the next two steps. `collect_due` says that all workers have written their files, and `commit` writes the
-    manifest meanwhile: `poll` then has something to do. `news` are outcomes to `report`, on the worker that wrote a
-    manifest: the fields of the journal's event, an error as (what, cure), or a line. An error that repeats for the same
-    reason is reported once.
+    `begun` is the step of the checkpoint that was begun last, and `open` whether its end is not yet known to all
+    workers: both are the same on all of them. `committed` is the step of the last checkpoint that this worker knows to
+    be complete. `asked` requests one between the next two steps. `poll` has something to do if `collect_due` (all
+    workers have written their files) or while `commit` writes the manifest. `news` are outcomes to `report`, on the
+    worker that wrote a manifest: the fields of the journal's event, an error as (what, cure), or a line. An error that
+    repeats for the same reason is reported once.
 
     With a `mirror` (steps, and a storage in the memory of the run's hosts), the state that the loss of one host would
     take, because no replica is without that host, is also kept there.
@@ -131,27 +130,27 @@ class CheckpointManager:
     ) -> None:
         self.team, self._reporter, self.storage, self.keep = team, reporter, storage, keep
         self._mirror, self._mirrored = mirror, 0
-        self._met = -1  # the generation whose hosts know each other's memory
+        self._met_generation = -1  # the generation whose hosts know each other's memory
         self._known_alone: tuple[int, bool] = (-1, False)  # a generation, and whether `_is_alone` in it
-        self._into = storage  # where the last one that was begun goes
+        self._target = storage  # of the checkpoint that was begun last
         self.from_mirror = False
         self.begun, self.open, self.asked = 0, False, False
         self.committed: int | None = None
         self.news: list[dict[str, Any] | list[str] | str] = []
-        self._reasons: dict[str, str] = {}  # by place: why nothing can be written there, as it was told
+        self._reasons: dict[str, str] = {}  # by storage: why nothing can be written to it, as last reported
         self.losses = 0
-        self._seconds, self._steps = parse_save_every(every)  # neither: by what they cost
+        self._seconds, self._steps = parse_save_every(every)  # neither: the interval follows from their cost
         self._born = self._saved_at = time.monotonic()
-        self._cost: float | None = None  # seconds of the last one that training did not get
-        self._again = False  # the last one was lost with a worker
+        self._cost: float | None = None  # seconds of training that the last checkpoint took
+        self._repeats = False  # the last checkpoint was lost with a worker, so the next one begins at once
         self.collect_due = False
-        self._attempt, self._number, self._table = "", -1, ""
-        self._streams: list[Any] = []  # the users' own, by rank; one where all have the same
-        self._outcome: list[str] | None = None  # what went wrong with the last one, as far as this worker knows
-        self._part: WriterJob | None = None
-        self._draft: PendingCheckpoint | None = None
+        self._attempt, self._writer_index, self._table = "", -1, ""
+        self._streams: list[Any] = []  # states of the script's generators, by rank; a single one if all are equal
+        self._trouble: list[str] | None = None  # the error of the last checkpoint, as far as this worker knows
+        self._writer_job: WriterJob | None = None
+        self._pending: PendingCheckpoint | None = None
         self.commit: Background | None = None
-        self._writers: tuple[int, list[int]] | None = None  # the generation, and who of it can write
+        self._writers: tuple[int, list[int]] | None = None  # a generation, and its workers that see the storage
 
     # -- when -------------------------------------------------------------------------------------------------------
 
@@ -159,9 +158,9 @@ class CheckpointManager:
         """Returns the main worker's wish after `step`, which the step's vector tells all workers: a checkpoint (1), a
         copy in the mirror (2), or nothing (0).
         """
-        if self._part is not None or self.commit is not None:
+        if self._writer_job is not None or self.commit is not None:
             return 0
-        if self._again or self._due(step):
+        if self._repeats or self._due(step):
             return 1
         if self._mirror is None or not self._is_alone:
             return 0
@@ -186,8 +185,8 @@ class CheckpointManager:
     def _meet_hosts(self) -> None:
         """Tells all workers where the memory of each host is served, once in each generation. Collective."""
         number = self.team.transactions.number
-        if self._mirror is not None and self._met != number:
-            memory, self._met = self._mirror[1], number
+        if self._mirror is not None and self._met_generation != number:
+            memory, self._met_generation = self._mirror[1], number
             served = self.team.group.gather_json(memory.at)
             memory.meet([None if at is None else (at[0], at[1], at[2]) for at in served])
 
@@ -221,10 +220,10 @@ class CheckpointManager:
     @property
     def fields(self) -> dict[str, float]:
         """The entries of the step's vector: whether this worker is writing, or has written."""
-        part = self._part
+        part = self._writer_job
         return {"writing": part is not None and not part.over, "written": part is not None and part.over}
 
-    # -- the way of one ---------------------------------------------------------------------------------------------
+    # -- one checkpoint, from its beginning to its end --------------------------------------------------------------
 
     def save(self, snapshot: Callable[[], StateSnapshot], step: int, wait: bool = False, must: bool = False) -> bool:
         """Begins a checkpoint after `step` unless there is one, which is written while training continues. Collective.
@@ -244,41 +243,42 @@ class CheckpointManager:
         self.report()
         return trouble is None and self.committed == step
 
-    def begin(self, subject: StateSnapshot, still: bool = False, mirror: bool = False) -> None:
+    def begin(self, snapshot: StateSnapshot, still: bool = False, mirror: bool = False) -> None:
         """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
-        self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
-        # Whoever has state of its own writes it; if not all can, there must be none.
-        if subject.pool is not None and 0 < len(self.team.transactions.run(self._writing)) < self.team.size:
-            subject.pool()
-        self.team.transactions.run(partial(self._prepare, subject), partial(self._start, subject, still), "saving")
+        self._target = self._mirror[1] if mirror and self._mirror is not None else self.storage
+        # State that differs between workers is written by each of them. If some cannot write, it is pooled first.
+        if snapshot.pool is not None and 0 < len(self.team.transactions.run(self._gather_writers)) < self.team.size:
+            snapshot.pool()
+        self.team.transactions.run(partial(self._prepare, snapshot), partial(self._start, snapshot, still), "saving")
         self.open = True
         if mirror:
-            self._mirrored = subject.step
+            self._mirrored = snapshot.step
         else:
-            self.asked = self._again = False
-            self.begun, self._saved_at = subject.step, time.monotonic()
+            self.asked = self._repeats = False
+            self.begun, self._saved_at = snapshot.step, time.monotonic()
 
-    def put_aside(self, subject: StateSnapshot, storage: Storage) -> list[str] | None:
-        """Writes a subject to a `storage` of its own, beside the checkpoints, and waits for it. Returns the error, the
-        same on all workers, or None. Collective.
+    def write_aside(self, snapshot: StateSnapshot, storage: Storage) -> list[str] | None:
+        """Writes a snapshot to a `storage` that is not that of the checkpoints, and waits for its end. Returns the
+        error, the same on all workers, or None. Collective.
         """
         if self.open:
             self.finish()
-        self._into = storage
-        self.team.transactions.run(partial(self._prepare, subject), partial(self._start, subject, True), "saving")
+        self._target = storage
+        self.team.transactions.run(partial(self._prepare, snapshot), partial(self._start, snapshot, True), "saving")
         self.open = True
         return self.finish()
 
-    def _prepare(self, subject: StateSnapshot) -> Any:
+    def _prepare(self, snapshot: StateSnapshot) -> Any:
+        """Agrees on the writers and compares the workers' states, before any worker copies its state. Collective."""
         group = self.team.group
         group.declare("a checkpoint")
         self.team.transactions.reach("saving")
-        subject.agree()
-        if self._mirror is not None and self._into is self._mirror[1]:
+        snapshot.agree()
+        if self._mirror is not None and self._target is self._mirror[1]:
             self._meet_hosts()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
-        attempt = group.gather_json(new_attempt())[0]  # whoever has it knows that the streams have arrived
+        attempt = group.gather_json(new_attempt())[0]  # gathered last: then the streams have arrived everywhere
         return {"by": [attempt, writers], "trouble": trouble}
 
     def _gather_streams(self, writers: Sequence[int]) -> None:
@@ -296,7 +296,8 @@ class CheckpointManager:
             others = {rank: unpack(group.receive_bytes(rank)) for rank in range(group.size) if rank != writer}
             self._streams = [others.get(rank, own_streams) for rank in range(group.size)]
 
-    def _writing(self) -> list[int]:
+    def _gather_writers(self) -> list[int]:
+        """Returns the workers that can write a checkpoint. Collective."""
         self.team.group.declare("which workers can write a checkpoint")
         return self._who_writes()[0]
 
@@ -304,7 +305,7 @@ class CheckpointManager:
         """Returns the workers that see the storage (those that see a file which the first worker puts there), and the
         error if that fails.
         """
-        operations, group, storage = self.team.transactions, self.team.group, self._into
+        operations, group, storage = self.team.transactions, self.team.group, self._target
         if not isinstance(storage, Folder):
             return list(operations.members), None
         if self._writers is None or self._writers[0] != operations.number:
@@ -318,7 +319,7 @@ class CheckpointManager:
             probe, trouble = group.gather_json([probe, trouble])[0]
             sees = group.gather_json((storage.path / probe).exists())
             if group.rank == 0 and trouble is None:
-                with suppress(OSError):  # an empty file, in a place that has stopped to take any
+                with suppress(OSError):  # an empty file may stay, if the storage has just failed
                     storage.remove("", [probe])
             if trouble is not None:
                 return [], trouble
@@ -327,17 +328,20 @@ class CheckpointManager:
         return self._writers[1], None
 
     @_no_collection()
-    def _start(self, subject: StateSnapshot, still: bool, settled: Any) -> Any:
+    def _start(self, snapshot: StateSnapshot, still: bool, settled: Any) -> Any:
+        """Starts this worker's writer, if it is one of those that are `settled`. With `still`, the state does not
+        change before the checkpoint is written, so nothing is copied.
+        """
         began = time.monotonic()
-        self._part = self._draft = self._outcome = None
+        self._writer_job = self._pending = self._trouble = None
         self._attempt, writers = settled["by"]
         me = self.team.transactions.worker
         if settled["trouble"] is not None:
             if self.team.rank == 0:
-                self._done(None, settled["trouble"])
-        elif me in writers and self._into is not None:
-            tensors, skeleton = flatten_pieces(subject.tree(), "")
-            params = {param.data_ptr() for param in subject.params()}
+                self._note_outcome(None, settled["trouble"])
+        elif me in writers and self._target is not None:
+            tensors, skeleton = flatten_pieces(snapshot.tree(), "")
+            params = {param.data_ptr() for param in snapshot.params()}
             cut = {name: held for name, held in tensors.items() if isinstance(held, ShardedTensor)}
             full_tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
             common = {n: t for n, t in full_tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
@@ -349,29 +353,31 @@ class CheckpointManager:
                 plan = layout(main_only, common, cut, ranks, self._attempt)
             except CheckpointError as error:  # no writer has some rows
                 if self.team.rank == 0:
-                    self._done(None, [error.what, error.cure])
+                    self._note_outcome(None, [error.what, error.cure])
                 return settled
             shapes = tensor_infos(tensors)
             table = [(name, *shapes[name]) for group in (common, cut) for name in group]
             self._table = hashlib.sha256(repr(table).encode()).hexdigest()
-            manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
+            manifest = {"tree": skeleton, **snapshot.about(), "streams": self._streams}
             if me in writers:
-                self._number = writers.index(me)
-                files, reached = plan[self._number], self.team.transactions.reach
-                need = partial(bytes_of, subject.step, plan, shapes, manifest)
-                self._part = WriterJob(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
+                self._writer_index = writers.index(me)
+                files, reached = plan[self._writer_index], self.team.transactions.reach
+                need = partial(bytes_of, snapshot.step, plan, shapes, manifest)
+                self._writer_job = WriterJob(
+                    self._target, snapshot.step, files, tensors, {*common, *cut}, still, reached, need
+                )
             if me == writers[0]:
-                self._draft = PendingCheckpoint(subject.step, writers, plan, shapes, manifest, began)
-                self._draft.blocked = time.monotonic() - began
+                self._pending = PendingCheckpoint(snapshot.step, writers, plan, shapes, manifest, began)
+                self._pending.blocked = time.monotonic() - began
         return settled
 
     def copied(self) -> None:
         """Waits, before an update, until the state may change."""
-        if self._part is not None:
+        if self._writer_job is not None:
             with self.team.transactions.account.of("saving"):
-                blocked = self._part.copied()
-            if self._draft is not None:
-                self._draft.blocked += blocked
+                blocked = self._writer_job.copied()
+            if self._pending is not None:
+                self._pending.blocked += blocked
 
     def poll(self) -> None:
         """Between two steps: commits a checkpoint once all workers have written their files. Collective if there is
@@ -379,98 +385,103 @@ class CheckpointManager:
         """
         if self.collect_due:
             self.collect_due = False
-            self.team.transactions.run(self._tell, self._end, "saving")
+            self.team.transactions.run(self._gather_ends, self._begin_commit, "saving")
         if self.commit is not None and self.commit.over:
-            self._done(self.commit.result, self.commit.trouble)
+            self._note_outcome(self.commit.result, self.commit.trouble)
             self.commit = None
 
-    def _tell(self) -> Any:
+    def _gather_ends(self) -> Any:
+        """Gathers what each writer has written, once all have ended. Collective."""
         self.team.group.declare("the end of a checkpoint")
-        return self._gather()
+        return self._gather_reports()
 
-    def _gather(self) -> list[Any]:
-        part, report = self._part, None
+    def _gather_reports(self) -> list[Any]:
+        """Returns a row of each writer: its worker, attempt, index among the writers, tensors, files and error."""
+        part, report = self._writer_job, None
         if part is not None:
-            report = [self._attempt, self._number, self._table, part.result, part.trouble]
+            report = [self._attempt, self._writer_index, self._table, part.result, part.trouble]
         reports = self.team.group.gather_json(report)
         return [
             [worker, *parts] for worker, parts in zip(self.team.transactions.members, reports, strict=True) if parts
         ]
 
-    def _end(self, reports: Any) -> Any:
-        draft, work, part = self._draft, self._work(reports), self._part
-        if part is not None and part.result and self.copies_every and self._into is not self.storage:
+    def _begin_commit(self, reports: Any) -> Any:
+        """Lets the first writer write the manifest in a thread, from what the writers have reported."""
+        pending, work, part = self._pending, self._commit_function(reports), self._writer_job
+        if part is not None and part.result and self.copies_every and self._target is not self.storage:
             counts = self.team.group.ledger.setdefault("copies", [0, 0, 0.0])
             counts[0] += 1
             counts[1] += sum(size for size, _ in part.result.values())
             counts[2] += part.seconds
         if work is not None:
             self.commit = Background(work, "paceline-commit")
-        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
-            self._again = True  # the first of the writers was lost, and with it the manifest
-        self._part = self._draft = None
+        elif pending is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
+            self._repeats = True  # the first of the writers was lost, and with it the manifest
+        self._writer_job = self._pending = None
         return reports
 
-    def _work(self, reports: Any) -> Callable[[], dict[str, Any]] | None:
+    def _commit_function(self, reports: Any) -> Callable[[], dict[str, Any]] | None:
         """Returns the function that commits the checkpoint, on the first writer; None elsewhere."""
-        draft, part, storage = self._draft, self._part, self._into
-        if draft is None or part is None or storage is None:
+        pending, part, storage = self._pending, self._writer_job, self._target
+        if pending is None or part is None or storage is None:
             return None
         attempt_reports = [row for row in reports if row[1] == self._attempt]
         cost = part.seconds
 
         def work() -> dict[str, Any]:
             try:
-                self._refuse(draft, attempt_reports)
+                self._refuse_incomplete(pending, attempt_reports)
             except CheckpointError:
-                give_up(storage, draft.step)
+                give_up(storage, pending.step)
                 raise
             digests = {file: (size, digest) for row in attempt_reports for file, (size, digest) in row[4].items()}
             mirrored = storage is not self.storage
             keep = 1 if mirrored else self.keep
-            manifest = draft.manifest if not mirrored else {**draft.manifest, "best": []}  # a copy is none to be kept
-            checkpoint = commit(storage, draft.step, draft.plan, digests, draft.shapes, manifest, keep)
+            manifest = {**pending.manifest, "best": []} if mirrored else pending.manifest  # mirrors keep no best ones
+            checkpoint = commit(storage, pending.step, pending.plan, digests, pending.shapes, manifest, keep)
             if mirrored:
                 return {}
-            took, size = time.monotonic() - draft.began, sum(size for size, _ in digests.values())
+            took, size = time.monotonic() - pending.began, sum(size for size, _ in digests.values())
             path = str(checkpoint) if storage.shared else f"checkpoints/{checkpoint.folder}"
-            outcome: dict[str, Any] = {"step": draft.step, "path": path}
+            outcome: dict[str, Any] = {"step": pending.step, "path": path}
             if manifest.get("best"):
                 outcome["best"] = manifest["best"]
-            return {**outcome, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
+            return {**outcome, "seconds": pending.blocked, "took": took, "bytes": size, "cost": cost + pending.blocked}
 
         return work
 
-    def _refuse(self, draft: PendingCheckpoint, reports: list[Any]) -> None:
+    def _refuse_incomplete(self, pending: PendingCheckpoint, reports: list[Any]) -> None:
+        """Raises CheckpointError if a writer has failed, was lost, or has other tensors than the first one."""
         for worker, _, _, table, result, trouble in reports:
             if trouble is not None:
-                whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
+                whose = f"worker {worker}: " if len(pending.writers) > 1 else ""
                 raise CheckpointError(f"{whose}{trouble[0]}", trouble[1])
             if result is None or table != self._table:
-                what = f"worker {worker} has different tensors than worker {draft.writers[0]}"
+                what = f"worker {worker} has different tensors than worker {pending.writers[0]}"
                 raise CheckpointError(what, "make the same model and optimizers on every worker")
-        if len(reports) < len(draft.writers):
-            lost = sorted({*draft.writers} - {row[0] for row in reports})
-            self._again = True
+        if len(reports) < len(pending.writers):
+            lost = sorted({*pending.writers} - {row[0] for row in reports})
+            self._repeats = True
             what = (
-                f"checkpoint of step {draft.step} was abandoned because worker {lost[0]} was lost while writing its"
+                f"checkpoint of step {pending.step} was abandoned because worker {lost[0]} was lost while writing its"
                 " part"
             )
             raise CheckpointError(what, "the next checkpoint begins at once")
 
-    def _done(self, outcome: dict[str, Any] | None, trouble: list[str] | None) -> None:
+    def _note_outcome(self, outcome: dict[str, Any] | None, trouble: list[str] | None) -> None:
+        """Notes the end of a checkpoint for `report`: the fields of the journal's event, or the error."""
         if outcome:
             self._cost = outcome.pop("cost")
             self.committed = outcome["step"]
-        self._outcome = trouble
-        location = str(self._into)
+        self._trouble = trouble
+        location = str(self._target)
         if trouble is None:
             if self._reasons.pop(location, None) is not None:
                 self.news.append(f"checkpoints can be written to {location} again")
             if outcome:
                 self.news.append(outcome)
             return
-        reason = re.sub("[0-9]+", "", trouble[0])  # which step's it was makes no other one
+        reason = re.sub("[0-9]+", "", trouble[0])  # the same error at another step is no news
         if self._reasons.get(location) != reason:
             self.news.append(trouble)
         self._reasons[location] = reason
@@ -479,30 +490,32 @@ class CheckpointManager:
         """Waits for the end of the last checkpoint that was begun. Returns its error or None; all workers then know the
         same. Collective.
         """
-        trouble: list[str] | None = self.team.transactions.run(self._wait, self._close, "saving")
+        trouble: list[str] | None = self.team.transactions.run(self._wait, self._end_wait, "saving")
         return trouble
 
     @HEARTBEAT.waiting()  # for a disk, or a store
     def _wait(self) -> Any:
+        """Waits until this worker's part is written, and on the first writer also for the manifest. Collective."""
         group = self.team.group
         group.declare("the end of a checkpoint")
-        while any(work is not None and not work.over for work in (self._part, self.commit)):
+        while any(work is not None and not work.over for work in (self._writer_job, self.commit)):
             if self.team.transactions.interrupted:
                 break  # the next collective says so
             time.sleep(_LOOK)
-        work = self._work(self._gather())
+        work = self._commit_function(self._gather_reports())
         if work is not None:
             try:
-                self._done(work(), None)
+                self._note_outcome(work(), None)
             except CheckpointError as error:
-                self._done(None, [error.what, error.cure])
+                self._note_outcome(None, [error.what, error.cure])
         elif self.commit is not None:
-            self._done(self.commit.result, self.commit.trouble)
+            self._note_outcome(self.commit.result, self.commit.trouble)
         self.commit = None
-        return group.gather_json([self.committed, self._outcome])
+        return group.gather_json([self.committed, self._trouble])
 
-    def _close(self, reports: Any) -> Any:
-        self._part = self._draft = None
+    def _end_wait(self, reports: Any) -> Any:
+        """Notes on all workers how the checkpoint has ended. Returns its error, or None."""
+        self._writer_job = self._pending = None
         self.open = self.collect_due = False
         self.committed = max((step for step, _ in reports if step is not None), default=None)
         return next((trouble for _, trouble in reports if trouble is not None), None)
@@ -519,7 +532,7 @@ class CheckpointManager:
                 self._reporter.say(f"training continues without this checkpoint: {'; '.join(outcome)}")
         self.news.clear()
 
-    # -- a run that goes on -----------------------------------------------------------------------------------------
+    # -- reading checkpoints ----------------------------------------------------------------------------------------
 
     def last_of(self, number: int, saved: dict[str, Any]) -> dict[str, Any]:
         """Returns the saved fields of an ended trainer with its last weights. Raises CheckpointError if this worker
@@ -535,7 +548,7 @@ class CheckpointManager:
         return {**unflatten(trainers_in(last.manifest)[number], last.tensors(mapped=True)), **saved}
 
     @HEARTBEAT.waiting()
-    def look(self) -> tuple[int, Any] | None:
+    def read_newest(self) -> tuple[int, Any] | None:
         """Returns step and tree of the newest valid checkpoint that this worker sees."""
         try:
             checkpoint = find_checkpoint(self.storage, self._reporter.say) if self.storage is not None else None
@@ -574,7 +587,7 @@ class CheckpointManager:
             manifest = with_ended(checkpoint.manifest, ended)
             manifest = {name: value for name, value in manifest.items() if name not in ("files", "tensors")}
             for part in (checkpoint, *ended.values()):
-                tensors |= part.tensors(mapped=not blind)  # whoever takes a value copies it
+                tensors |= part.tensors(mapped=not blind)  # a trainer copies the values that it takes
         if blind:
             if storage is not None and not storage.shared:
                 names = ", ".join(str(rank) for rank in blind)
@@ -585,7 +598,7 @@ class CheckpointManager:
             if group.rank in blind:
                 manifest, tensors = unpack(sent)
         self.begun = step
-        self._mirrored = step - (self._mirror[0] if self._mirror is not None else 0)  # a host that has come has no copy
+        self._mirrored = step - (self._mirror[0] if self._mirror is not None else 0)  # due: a new host has no copy
         self.committed = None if self.from_mirror else step
         return step, manifest, tensors
 
@@ -599,32 +612,3 @@ class CheckpointManager:
         except CheckpointError as error:
             self._reporter.say(f"the copies in memory are not complete, and an earlier state is used: {error.what}")
             return None
-
-
-# -- the user's own random streams -----------------------------------------------------------------------------------
-
-
-def user_streams() -> dict[str, Any]:
-    """Returns the state of the random generators that belong to the script."""
-    streams: dict[str, Any] = {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "random": json.loads(json.dumps(random.getstate())),
-    }
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
-        streams["numpy"] = [name, keys.tolist(), *rest]
-    if torch.cuda.is_available():
-        streams["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
-    return streams
-
-
-def load_user_streams(saved: dict[str, Any]) -> None:
-    """Restores what `user_streams` returned."""
-    with reading():
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
-        if "cuda" in saved and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
-        form, keys, gauss = saved["random"]
-        random.setstate((form, tuple(keys), gauss))
-        if "numpy" in saved and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

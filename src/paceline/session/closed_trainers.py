@@ -33,7 +33,8 @@ from paceline.parallel.tensor_parallel.redistribute import Redistributor
 from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.checkpoint_manager import StateSnapshot
 from paceline.session.trainer_consistency import Description
-from paceline.session.training_loop import LoopState, RegisteredTrainer, State
+from paceline.session.trainer_state import TrainerState
+from paceline.session.training_loop import LoopState, RegisteredTrainer
 
 if TYPE_CHECKING:
     from paceline.session.run import Run
@@ -43,10 +44,10 @@ _KEPT = (*_TENSORS, "whole", "steps", "expected", "grid", "phases", "stopped", "
 
 
 @dataclass
-class Ended:
+class EndedTrainer:
     """What a run keeps of a trainer that all workers have released: its line in checkpoints, and the values that the
-    run still reports. The line holds the tensors only if they could not be written to a file. `viewed` is the model, if
-    the script still holds it, because the losses of other trainers may call it.
+    run still reports. The line holds the tensors only if they could not be written to a file. `callable_model` is the
+    model, if the script still holds it, because the losses of other trainers may call it.
     """
 
     line: dict[str, Any]
@@ -54,21 +55,23 @@ class Ended:
     done: int
     complete: bool
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
-    unmoved: str  # what people are told at the end of the run about its schedule, if anything
-    untouched: list[LoopState]  # loops that were made and not gone through
-    viewed: nn.Module | None = None
-    state: State = field(default_factory=State)
+    schedule_warning: str  # what the user is told at the end of the run about its schedule, if anything
+    unused_loops: list[LoopState]  # that were made and not run
+    callable_model: nn.Module | None = None
+    state: TrainerState = field(default_factory=TrainerState)
     parts: list[Redistributor | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, member: RegisteredTrainer, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
+    def of(
+        cls, member: RegisteredTrainer, line: dict[str, Any], callable_model: nn.Module | None = None
+    ) -> EndedTrainer:
         """Returns the record of a `member` that ends with this `line` in checkpoints."""
-        about = member.described, member.unmoved, member.untouched
-        return cls(line, member.best, member.done, member.complete, *about, viewed)
+        about = member.described, member.schedule_warning, member.unused_loops
+        return cls(line, member.best, member.done, member.complete, *about, callable_model)
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
         """Returns the line for a checkpoint."""
-        return {**self.line, "viewed": self.viewed is not None}
+        return {**self.line, "viewed": self.callable_model is not None}
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Returns nothing: an ended trainer needs no memory."""
@@ -92,13 +95,13 @@ class Ended:
         return []
 
     # Nothing of it changes any more.
-    def measured(self, reports: list[Any]) -> None:
+    def record_measurements(self, reports: list[Any]) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
     def flush(self) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def look_around(self) -> None:
+    def update_callable_models(self) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
     def restore(self, newcomer: bool) -> None:
@@ -122,7 +125,7 @@ class Ended:
 
 def line_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the line about an ending trainer, with its model and `trainer.state`, from its full `snapshot`."""
-    phases = [{**phase, "complete": True} for phase in snapshot["phases"]]  # nobody goes back to its loops
+    phases = [{**phase, "complete": True} for phase in snapshot["phases"]]  # its loops are not run again
     return {
         **{name: snapshot[name] for name in _KEPT if name in snapshot},
         "phases": phases,
@@ -144,15 +147,15 @@ def release(run: Run) -> None:
     for number in numbers:
         weak[number] = _release(run, number)
     for number, member in enumerate(run.trainers.members):
-        if isinstance(member, Ended) and member.viewed is not None:
-            weak[number], member.viewed = [weakref.ref(member.viewed)], None
+        if isinstance(member, EndedTrainer) and member.callable_model is not None:
+            weak[number], member.callable_model = [weakref.ref(member.callable_model)], None
     run.trainers.update_models()
     if any(reference() is not None for references in weak.values() for reference in references):
         gc.collect()  # a scheduler and its optimizer, or a user's own objects, hold each other
     for number in _common(run, sorted(number for number, (model, *_) in weak.items() if model() is not None)):
         member = run.trainers.members[number]
-        assert isinstance(member, Ended)
-        member.viewed = weak[number][0]()
+        assert isinstance(member, EndedTrainer)
+        member.callable_model = weak[number][0]()
     run.trainers.update_models()
     give_back()
 
@@ -173,7 +176,7 @@ def _release(run: Run, number: int) -> list[Any]:
     member.flush()
     run.checkpoints.copied()  # of a checkpoint that is being written
     line = _written(run, number, line_of(member.snapshot()), member.model)
-    run.trainers.forget(number, Ended.of(member, line))
+    run.trainers.forget(number, EndedTrainer.of(member, line))
     return list(member.dismantle())
 
 
@@ -184,7 +187,7 @@ def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> d
         return {name: value for name, value in line.items() if name not in _TENSORS}
     tree: dict[str, Any] = {"trainers": [{}] * number + [{name: line[name] for name in _TENSORS}], "results": []}
     subject = StateSnapshot(run.trainers.step, lambda: tree, model.parameters, run.state.about)
-    trouble = saving.put_aside(subject, last_weights(saving.storage, number))
+    trouble = saving.write_aside(subject, last_weights(saving.storage, number))
     run.checkpoints.report()
     if trouble is not None:
         return {**line, "model": {name: _copied(value) for name, value in line["model"].items()}}

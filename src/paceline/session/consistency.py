@@ -1,10 +1,10 @@
 """Checks that all workers have equal weights and optimizer states, and heals differences.
 
-So what a script changes on one worker alone is found, and
-what a fault of its memory does; with ``--heal`` those that differ take what a strict majority of three or more has.
+They differ after a script has changed them on one worker alone, or after a fault of its memory. With ``--heal``, those
+that differ receive the tensors of a strict majority of three or more.
 
-Workers of one kind must have the same bits. Other processors round otherwise: there the distance is measured, and at a
-checkpoint the first worker's state is given to all.
+Workers of one kind must have the same bits. Different processors round differently: between these the distance is
+measured, and at a checkpoint all get the first worker's state.
 """
 
 from __future__ import annotations
@@ -64,42 +64,44 @@ class Observed(Protocol):
         """The trainer's steps, this one included."""
 
 
-class Weights:
+class WeightsComparison:
     """Compares the weights and the optimizer states of one trainer between workers. `kinds` names each worker's
     processor, by rank. `due` asks for a comparison in the next step, as in the first step of a generation. `distance`
-    is the largest distance measured between workers with different processors.
+    is the largest distance measured between workers with different processors. `alike_optimizers`: whether all workers
+    have the same optimizer states. `heals` is called after tensors were healed: with the workers, the names of the
+    tensors, and when. None: differences are errors.
     """
 
-    def __init__(self, job: TrainingJob, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
-        self.job, self.mesh, self._alike_optimizers, self._heals = job, mesh, alike, heals
+    def __init__(self, job: TrainingJob, mesh: Mesh, alike_optimizers: bool, heals: Heals | None) -> None:
+        self.job, self.mesh, self._alike_optimizers, self._heals = job, mesh, alike_optimizers, heals
         self.kind, self.kinds = f"{name_of(job.device)} {get_cpu_capability()}", list[str]()
         self.due, self.checks, self.seconds = True, 0, 0.0
         self.trainer = 0  # its number
         self.distance: float | None = None
         self.refused = False  # the last step was
-        self.done, self._alike = 0, -1  # steps; after how many of them all were alike last
-        self._rests = 0.0  # until when there is no time
+        self.done, self._last_equal = 0, -1  # steps; after how many of them all workers were last found equal
+        self._next_at = 0.0  # before this time, a comparison would exceed the time budget
 
     def observe(self, step: Observed) -> None:
         """Notes whether all workers wish a comparison in the next step."""
         self.done, self.due = step.done, step.agreed.look > 0
 
-    def looks(self, done: int) -> bool:
+    def compares_before(self, done: int) -> bool:
         """Returns whether the weights are compared before the step after `done` steps; the same on all workers."""
         self.done = done
         return self.due or done & (done + 1) == 0
 
     @property
-    def wish(self) -> bool:
+    def has_time(self) -> bool:
         """Whether the first worker wants a comparison in the next step: when the time budget allows one."""
-        return time.monotonic() >= self._rests
+        return time.monotonic() >= self._next_at
 
-    def _spend(self, began: float) -> None:
+    def _charge(self, began: float) -> None:
         now = time.monotonic()
         self.seconds += now - began
-        self._rests = max(self._rests, now) + (now - began) / SPENT
+        self._next_at = max(self._next_at, now) + (now - began) / SPENT
 
-    def _named(self) -> dict[str, torch.Tensor]:
+    def _weights(self) -> dict[str, torch.Tensor]:
         """Returns the parameters (of sharded ones the local shard) and the statistics of BatchNorm."""
         tensors: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
         for path, module in self.job.model.named_modules():
@@ -107,7 +109,7 @@ class Weights:
                 tensors |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
         return {name: local(tensor) for name, tensor in tensors.items()}
 
-    def _kept(self) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
         """Returns the optimizer state by name, where it is the same on all workers: not with islands, and not with
         parameter servers.
         """
@@ -122,15 +124,16 @@ class Weights:
     def digest_state(self) -> float:
         """Returns one number with the digests of the weights (upper bits) and of the optimizer state (lower bits)."""
         began, most = time.monotonic(), 1 << _HALF
-        combined = digest(self._named().values()) % most * most + digest(self._kept().values()) % most
-        self._spend(began)
+        combined = digest(self._weights().values()) % most * most + digest(self._optimizer_state().values()) % most
+        self._charge(began)
         return float(combined)
 
     def judge(
         self,
         group: Group,
         digests: Sequence[float],
-        give: bool | None = False,
+        give: bool = False,
+        present: bool = True,
         undo: Callable[[], None] = lambda: None,
         heal: bool = True,
     ) -> bool:
@@ -138,20 +141,21 @@ class Weights:
 
         If a worker differs, `undo` first restores statistics that a forward may have changed. Then the workers are
         healed, or all raise WorkersDifferError. Workers with different processors may round differently: their distance
-        is measured, unless `give` is None. With `give` all of them get the first worker's state.
+        is measured. With `give` all of them then get the first worker's state. If the digests are not of the `present`
+        state, but of an earlier one, nothing is measured or healed.
         """
         self.checks += 1
         healed, combined = False, [int(number) for number in digests]
         weights, kept = [number >> _HALF for number in combined], [number % (1 << _HALF) for number in combined]
-        if self._apart(weights) or self._apart(kept, kept=True):
+        if self._find_deviating(weights) or self._find_deviating(kept, kept=True):
             undo()
-            self._differ(group, heal and give is not None)
+            self._heal_or_raise(group, heal and present)
             healed = True
-        if len(set(self.kinds)) > 1 and give is not None:
+        if len(set(self.kinds)) > 1 and present:
             began = time.monotonic()
             self._measure(group, give)
-            self._spend(began)
-        self._alike = self.done
+            self._charge(began)
+        self._last_equal = self.done
         return healed
 
     def _sets(self, kept: bool) -> list[list[int]]:
@@ -160,13 +164,13 @@ class Weights:
         keys = [(kind, self.mesh.shard_index_of(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 
-    def _apart(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
+    def _find_deviating(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
         """Returns the usual and the deviating ranks of the first set of workers that differ; None if all agree."""
         return next(filter(None, (parted(alike_ranks, values) for alike_ranks in self._sets(kept))), None)
 
-    def _differ(self, group: Group, heal: bool) -> None:
+    def _heal_or_raise(self, group: Group, heal: bool) -> None:
         """Finds the tensors that differ, and on which workers. Heals them, or raises WorkersDifferError."""
-        both = [self._named(), self._kept()]
+        both = [self._weights(), self._optimizer_state()]
         each = group.gather_json([[[name, digest([t])] for name, t in named.items()] for named in both])
         takes, why, first = list[tuple[int, int, list[str]]](), "", ""
         for kept, named in enumerate(both):
@@ -189,11 +193,13 @@ class Weights:
         if self._heals is None or not heal or why or not takes:
             first = first or "a weight differs between workers"
             raise WorkersDifferError(f"{first}, {self._when}{why if self._heals and heal else ''}", _CURE)
-        self._take(group, takes, both[0] | both[1])
+        self._send_tensors(group, takes, both[0] | both[1])
         changed = dict.fromkeys(name for *_, names in takes for name in names)
         self._heals(sorted({group.names[rank] for _, rank, _ in takes}), list(changed), self._when)
 
-    def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
+    def _send_tensors(
+        self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]
+    ) -> None:
         """Sends each tensor from the source worker to the worker that takes it."""
         group.declare("the tensors to repair", check=False, kind="weights healed")
         for source, taker, names in takes:
@@ -207,15 +213,16 @@ class Weights:
 
     @property
     def _when(self) -> str:
-        seen, before = (f"after step {step}" if step else "before the first step" for step in (self.done, self._alike))
-        return f"seen {seen}" + (f" and not yet {before}" if 0 <= self._alike < self.done else "")
+        steps = self.done, self._last_equal
+        seen, before = (f"after step {step}" if step else "before the first step" for step in steps)
+        return f"seen {seen}" + (f", but not {before}" if 0 <= self._last_equal < self.done else "")
 
     def _measure(self, group: Group, give: bool) -> None:
         """Measures the distance from the first worker's weights, or from those of the first worker with an
         equal shard.
         """
         apart, size, across = 0.0, 0.0, group.subgroup("data", mesh=self.mesh)
-        peers, named = across if self.job.cuts else group, self._named()
+        peers, named = across if self.job.cuts else group, self._weights()
         peers.declare("the weights of several kinds of workers", check=False, kind="weights compared")
         floats = (p for p in self.job.model.parameters() if p.is_floating_point())
         for alike in kinds(map(local, floats), BYTES):
@@ -241,7 +248,7 @@ class ConsistencyChecker:
 
     def __init__(self, team: Team, copied: Callable[[], None]) -> None:
         self.team, self._copied = team, copied
-        self.weights: list[Weights] = []
+        self.comparisons: list[WeightsComparison] = []
         self._noted: tuple[int, list[float | None] | None] = (-1, None)
         self._ended = 0
 
@@ -269,27 +276,27 @@ class ConsistencyChecker:
         self._copied()
         digests = noted or self._digest_all()
         everyone = group.gather_json(
-            [[one.kind, reported] for one, reported in zip(self.weights, digests, strict=False)]
+            [[one.kind, reported] for one, reported in zip(self.comparisons, digests, strict=False)]
         )
-        for one, *entries in zip(self.weights, *everyone, strict=False):  # a newcomer may make some later
+        for one, *entries in zip(self.comparisons, *everyone, strict=False):  # a newcomer may make some later
             one.kinds = [kind for kind, _ in entries]
             if None not in (values := [value for _, value in entries]):
-                one.judge(group, values, True if noted is None else None)
+                one.judge(group, values, give=noted is None, present=noted is None)
 
     def _digest_all(self) -> list[float | None]:
         """Returns the digest of each trainer; None after a refused step, whose forwards may have changed weights."""
-        return [None if one.refused else one.digest_state() for one in self.weights]
+        return [None if one.refused else one.digest_state() for one in self.comparisons]
 
-    def release(self, weights: Weights, journal: Journal) -> None:
+    def release(self, comparison: WeightsComparison, journal: Journal) -> None:
         """Stops comparing the weights of a trainer that has ended."""
-        if weights in self.weights:
-            self.write(journal, [weights])
-            self.weights.remove(weights)
-            self._noted = (-1, None)  # what was noted is in the order of the weights
+        if comparison in self.comparisons:
+            self.write(journal, [comparison])
+            self.comparisons.remove(comparison)
+            self._noted = (-1, None)  # what was noted is in the order of the comparisons
 
-    def write(self, journal: Journal, only: Sequence[Weights] | None = None) -> None:
+    def write(self, journal: Journal, only: Sequence[WeightsComparison] | None = None) -> None:
         """Writes the `agreement` event of each trainer, or `only` of some."""
-        for one in self.weights if only is None else only:
+        for one in self.comparisons if only is None else only:
             if one.checks:
                 figures = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}
                 journal.write("agreement", trainer=one.trainer, **figures)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.session.reported_values import MODES, Followed, check_followed
+from paceline.session.reported_values import MODES, ValueFollower, check_followed
 
 
-class EarlyStop(Followed):
+class EarlyStop(ValueFollower):
     """The value that `Trainer.early_stop` follows: the best one so far, and how many reports since then were not
     better. All workers get the same values, so they stop after the same step.
     """

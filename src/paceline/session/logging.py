@@ -15,9 +15,9 @@ from paceline.compute.job import TrainingJob
 from paceline.errors import UsageError, a
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint
-from paceline.session.consistency import Weights
+from paceline.session.consistency import WeightsComparison
 from paceline.session.early_stop import EarlyStop
-from paceline.session.reported_values import Followed, PlateauFollower, agree
+from paceline.session.reported_values import PlateauFollower, ValueFollower, agree
 from paceline.session.reporter import Reporter
 from paceline.session.run import Run
 
@@ -51,7 +51,7 @@ class TrainerLogging:
     stopping: EarlyStop
     plateau: PlateauFollower
     _stopped: bool
-    followed: list[Followed]  # values by name, the best among them
+    followed: list[ValueFollower]  # values by name, the best among them
     plan: Plan
     done: Any  # a property there
 
@@ -67,7 +67,7 @@ class TrainerLogging:
         self._stopped, self.stopping.is_due = self._stopped or self.stopping.is_due, False
         return values
 
-    def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
+    def _make_comparison(self, job: TrainingJob, mesh: Mesh) -> WeightsComparison:
         """Returns the comparison of this trainer's weights, which heals differences with --heal."""
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
         world = self._run.team.world
@@ -76,9 +76,10 @@ class TrainerLogging:
             self._reporter.say(
                 f"--heal does nothing under {apart}=, where workers do not hold equal weights", once=True
             )
-        made = Weights(job, mesh, not apart, partial(_healed, self._run, self._number) if heals and not apart else None)
-        made.trainer = self._number
-        return made
+        heal = partial(_healed, self._run, self._number) if heals and not apart else None
+        comparison = WeightsComparison(job, mesh, not apart, heal)
+        comparison.trainer = self._number
+        return comparison
 
     def keep_best(self, name: str, mode: str = "max", k: int = 1) -> None:
         """Keeps the checkpoints with the best values of a metric, in addition to the newest ones.

@@ -13,9 +13,9 @@ from paceline.base.memory import address_limit, advice, machine_memory
 from paceline.compute.state_dict import held
 from paceline.errors import OutOfMemoryError, first_line
 from paceline.session.memory_snapshot import take_snapshot
+from paceline.session.process_memory import memory_now, private_memory
 from paceline.session.script_position import ScriptPosition
 from paceline.session.training_loop import RegisteredTrainer
-from paceline.session.validation import memory_now, private_memory
 
 
 class MemoryNeeds:

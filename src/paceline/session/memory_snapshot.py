@@ -14,7 +14,7 @@ from paceline.base.journal import replace_file
 from paceline.base.text import size_of
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import local
-from paceline.session.validation import memory_now
+from paceline.session.process_memory import memory_now
 
 FOLDER = "memory"  # in the run folder
 _NAMED = 5  # tensors in an error

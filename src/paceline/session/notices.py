@@ -1,4 +1,4 @@
-"""What ends a run early or interrupts it between two steps: signals, `--steps`, and the wishes of its workers."""
+"""What ends a run early or interrupts it between two steps: signals, `--steps`, and requests of its workers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Never
 
 from paceline.base.batching import Agreed
 from paceline.base.environment import World
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.session.reporter import Reporter
-from paceline.team.coordinator import STOPPED
-
-INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 class Notices:
     """The requests to this worker and to the run.
 
-    A worker that got a `stop_signal` wishes in its next step that all stop. What workers agreed on in a step
+    A worker that got a `stop_signal` asks in its next step that all stop. What workers agreed on in a step
     (`save_due`, `stop_due`, `enter_due`) waits until the outermost loop asks for its next step.
     """
 
@@ -31,7 +29,8 @@ class Notices:
         self.max_steps = world.max_steps
         self.left = False  # the script was ended on purpose, before its end
         self._handles_signals = threading.current_thread() is threading.main_thread()
-        # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
+        # An agent sends SIGUSR2 to stop the whole run. The other signals ask this worker alone to leave, in a team that
+        # can go on without it.
         leave = self._leave_alone if elastic else self._stop_all
         handlers = {"SIGUSR1": leave, "SIGTERM": leave, "SIGUSR2": self._stop_all}
         for name, handler in handlers.items() if self._handles_signals else ():
@@ -63,7 +62,7 @@ class Notices:
         saves = " and saving" if self._saves else ""
         self._reporter.say(f"stopping after this step{saves}; press Ctrl-C again to stop at once")
 
-    def agreed(self, agreed: Agreed) -> None:
+    def record_agreed(self, agreed: Agreed) -> None:
         """Records the wishes that workers agreed on in a step."""
         self.save_due = agreed.save or self.save_due
         self.stop_due |= agreed.stop > 0

@@ -25,7 +25,7 @@ class RecordedResults:
         self.values: list[Any] = []
         self.calls = 0
         self._next = 0  # the result that a script which replays gets next
-        self._passed = 0  # calls that this worker's script has come to
+        self._passed = 0  # calls that this worker's script has reached
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes the results of a checkpoint's state `tree`."""

@@ -27,7 +27,7 @@ def check_followed(whose: str, name: Any, mode: Any) -> None:
         raise UsageError(f"{whose} does not know mode {mode!r}", "use mode='max' or mode='min'")
 
 
-class Followed:
+class ValueFollower:
     """Something that follows a reported value by its `name`, which is empty if it follows none. `whose` is the call
     that asked for it, and `without` says what does not happen until there is a value.
     """
@@ -36,7 +36,7 @@ class Followed:
         self.whose, self.without = whose, without
         self.name = ""
         self.seen: tuple[int, float] | None = None  # the step of the run and the value that were reported last
-        self._noticed = False  # a value by that name, or people have been told that there was none
+        self._noticed = False  # a value by that name, or the user has been told that there was none
 
     def find_value(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
         """Returns the followed value among those of a `source`. If the first values have other names, the user is told;
@@ -78,7 +78,7 @@ class Followed:
         raise NotImplementedError
 
 
-class PlateauFollower(Followed):
+class PlateauFollower(ValueFollower):
     """Moves the learning rates of `schedule=paceline.plateau(...)` at each report of its value, once."""
 
     def __init__(self, schedule: Any, schedulers: Sequence[LRScheduler], say: Callable[..., None]) -> None:
@@ -103,7 +103,7 @@ class PlateauFollower(Followed):
         return [float(group["lr"]) for one in self._schedulers for group in one.optimizer.param_groups]
 
     @property
-    def unmoved(self) -> str:
+    def schedule_warning(self) -> str:
         """A note to the user at the end, if no value was ever reported; else empty."""
         if not self._schedulers or any(scheduler.last_epoch for scheduler in self._schedulers):
             return ""

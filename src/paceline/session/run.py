@@ -32,7 +32,7 @@ from paceline.team.transactions import LeftError
 
 
 class ServerProcess(Protocol):
-    """The interface of the parameter server that the run uses if its process is one. `contexts` are of its trainers."""
+    """The interface of a parameter server to the run of its process. `contexts`: the step contexts of its trainers."""
 
     contexts: list[Any]
 
@@ -117,10 +117,11 @@ class Run:
         self.reporter.report_start(plan, origin, seed, device, self.resume.step, str(location))
 
     def need_team(self) -> None:
-        """Makes a newcomer wait until it is admitted: where its script first needs something of the team."""
+        """Makes a newcomer wait until it is admitted. It is called where a script first needs something of the team."""
         if not self._is_new:
             return
-        self._is_new, transactions = False, self.team.transactions  # admission itself reads what waits for it
+        transactions = self.team.transactions
+        self._is_new = False  # before admission, which itself reads properties that call this
         if transactions.waiting and self.serving is not None:
             tree, transactions.waiting = self.serving.take(), False
             self.state.take_over(tree, newcomer=True)
@@ -128,7 +129,9 @@ class Run:
             transactions.admit()
 
     def begin_training(self, trainer: int, loop: bool) -> None:
-        """Before a loop or a single step: what a resumed run brings back, and what was due since the last one."""
+        """Prepares for a loop or a single step: restores what a resumed run brings back, and does what has become due
+        since the last step.
+        """
         self.need_team()
         if self.serving is not None:
             self.serving.serve(self.team.transactions.reach)
@@ -138,11 +141,11 @@ class Run:
             if script.replays:
                 self.resume.load_streams(self.team.rank)
         for state in self.trainers.states:
-            state.begin()
+            state.end_replay()
         script.complete_left_loops()
         if not script.loops:
             if script.begins_round(trainer, loop):
-                self.between()
+                self.between_steps()
             if not loop:
                 script.round.add(trainer)
 
@@ -159,22 +162,23 @@ class Run:
                 raise
 
     def wants_save(self, steps: int = 1) -> int:
-        """Returns the main worker's wish after so many further steps, as `CheckpointManager.wants` does."""
+        """Returns the main worker's wish after this number of further `steps`, as `CheckpointManager.wants` does."""
         if self.checkpoints.storage is None or not self.reporter.main:
             return 0
         return self.checkpoints.wants(self.trainers.step + steps)
 
-    def agreed(self, agreed: Agreed) -> None:
-        """Records what workers agreed on in a step. It waits until the outermost loop asks for its next step."""
+    def record_agreed(self, agreed: Agreed) -> None:
+        """Records what workers agreed on in a step, for `between_steps` to do."""
         self.checkpoints.collect_due = agreed.written > 0 and agreed.writing == 0
         if agreed.save or agreed.stop or agreed.enter:
-            self.notices.agreed(agreed)
-        if profile := self.team.transactions.orders.profile:
+            self.notices.record_agreed(agreed)
+        if profile := self.team.transactions.commands.profile:
             self.reporter.profiles.between_steps(self.trainers.step, profile)
 
-    def between(self, ends: bool = False) -> None:
-        """Does what was agreed on, when the outermost loop asks for the next step. If the loop `ends`, newcomers wait
-        for the next loop: they would skip the collectives at the end of this one.
+    def between_steps(self, ends: bool = False) -> None:
+        """Does what was agreed on, when the outermost loop asks for its next step: first checkpoints, then a stop, then
+        newcomers. If the loop `ends`, newcomers wait for the next loop: they would skip the collectives at the end of
+        this one.
         """
         notices, checkpoints, transactions = self.notices, self.checkpoints, self.team.transactions
         due, notices.save_due = notices.save_due, 0
@@ -218,7 +222,7 @@ class Run:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self, code: int, why: str) -> None:
-        """Ends the script after a checkpoint. In a notebook or at a prompt only the cell ends."""
+        """Writes a checkpoint and ends the script. In a notebook or at a prompt only the cell ends."""
         if not code:
             self.trainers.measure()
         self.save(wait=True)
@@ -233,13 +237,13 @@ class Run:
             reporter.say(
                 f"stopped at step {step}{then if path else '; nothing was saved, because no run folder was given'}"
             )
-        if hasattr(sys, "ps1"):  # more is to come from whoever sits there
+        if hasattr(sys, "ps1"):  # the user may type more
             self.notices.withdraw()
             raise KeyboardInterrupt
         self.notices.end_script(code)
 
     def say_finished(self) -> None:
-        """Tells the user that a resumed run is finished, before code after its loops misses their reports."""
+        """Tells the user that a resumed run is finished, before code after its loops fails for want of reports."""
         step = self.trainers.step
         if not self.script.took_step and step and all(member.complete for member in self.trainers.members):
             cure = "use a larger count= or epochs= to train longer, or another --run-dir"
@@ -247,9 +251,9 @@ class Run:
                 f"this run had already finished at step {step}, so nothing was trained; {cure}", once=True
             )
 
-    def _refuse_untouched(self) -> None:
+    def _refuse_unused_loops(self) -> None:
         """Raises UsageError at the end of a script that called steps() and trained nothing."""
-        left = [phase.site for one in self.trainers.members for phase in one.untouched if not phase.complete]
+        left = [phase.site for one in self.trainers.members for phase in one.unused_loops if not phase.complete]
         if left and not self.script.took_step and self.serving is None:
             what = f"steps() at {left[0]} returned a loop that the script never ran, so nothing was trained"
             raise UsageError(what, "write `for report in trainer.steps(...):`")
@@ -270,7 +274,7 @@ class Run:
             self._end_training(done)
         self.reporter.close(finished=done and took_step and not failed)
         if not failed and not self.notices.left:
-            self._refuse_untouched()
+            self._refuse_unused_loops()
 
     def _end_training(self, done: bool) -> None:
         """Writes the last checkpoint and the end of the journal. Collective."""
@@ -280,7 +284,7 @@ class Run:
             self.save(wait=True, must=True)
         if took_step:
             self.reporter.close_account()
-            for text in [one.unmoved for one in self.trainers.members]:
+            for text in [one.schedule_warning for one in self.trainers.members]:
                 if text:
                     self.reporter.say(text)
         if not done and took_step:

@@ -1,4 +1,4 @@
-"""The storage and name of the run folder; what a resumed run says and checks about the checkpoint it goes on from."""
+"""The storages of a run folder, and the checkpoint from which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import CHECKPOINTS, NO_MIRROR, RUN_DIR, Folder, storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError
-from paceline.session.checkpoint_manager import load_user_streams
 from paceline.session.script_info import changed_since, refuse_other_script
+from paceline.session.user_streams import load_user_streams
 from paceline.team.auth import handshake_key
 
 
@@ -76,8 +76,8 @@ class ResumePoint:
         return changed_since(text)
 
     def describe(self, location: Any, workers: int, plan: str) -> str:
-        """Returns a message about what a run of so many `workers` with this `plan` begins with; empty if with
-        nothing. `location` is where the checkpoint is.
+        """Returns a message about what a run of `workers` workers with this `plan` begins with; empty if it begins
+        from scratch. `location` is where the checkpoint is.
         """
         if self.imported:
             what = "weights"

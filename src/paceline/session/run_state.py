@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch.backends.cpu import get_cpu_capability
 
 from paceline.base.text import duration, ranks, size_of
-from paceline.errors import WorkersDifferError
 from paceline.session.best_checkpoint import best_now
-from paceline.session.checkpoint_manager import StateSnapshot, user_streams
+from paceline.session.checkpoint_manager import StateSnapshot
 from paceline.session.closed_trainers import release
 from paceline.session.script_info import VERSIONS, script_name, script_text
 from paceline.session.trainer_consistency import OF_MODEL, refuse_difference
+from paceline.session.user_streams import user_streams
+from paceline.session.validation import refuse_other_instructions
 from paceline.team.agent_commands import Generation
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class RunState:
         members, tree = run.trainers.members, run.resume.tree
         trainers = [member.snapshot(done) for member in members]
         if len({*run.team.group.hosts}) > 1 and checkpoints.storage is not None and not checkpoints.storage.shared:
-            # Whoever takes it may not see the folder.
+            # A newcomer on another host may not see the folder.
             trainers = [checkpoints.last_of(number, saved) for number, saved in enumerate(trainers)]
         described = [member.described for member in members]
-        if run.team.world.newcomer:  # those that it was given, and has not made yet
+        if run.team.world.newcomer:  # trainers whose state it was given, and that its script has not made yet
             trainers += tree.get("trainers", ())[len(trainers) :]
             described += tree.get("described", ())[len(described) :]
         return {
@@ -63,14 +64,9 @@ class RunState:
         checkpoints.copied()
         self.refuse_differences(tree)
         run.resume.tree, (checkpoints.begun, checkpoints.open) = tree, tree["saved"]
-        if newcomer and "exact" in run.plan.split() and tree["capability"] != get_cpu_capability():
-            worker, usual = run.team.transactions.worker, tree["capability"]
-            raise WorkersDifferError(
-                f"worker {worker} computes with {get_cpu_capability()}, but the others with {usual}, so their results"
-                " differ in rounding",
-                "use equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA to the same values on all of"
-                " them",
-            )
+        if newcomer and "exact" in run.plan.split():
+            worker = run.team.transactions.worker
+            refuse_other_instructions(worker, get_cpu_capability(), "the others", tree["capability"])
         if newcomer:
             trainers = [checkpoints.last_of(number, saved) for number, saved in enumerate(tree["trainers"])]
             run.resume.tree, run.resume.streams = {**tree, "trainers": trainers}, [tree["streams"]]

@@ -8,10 +8,11 @@ from typing import Any, cast
 import torch
 
 from paceline.comm.error_feedback import AllErrorFeedback
-from paceline.session.closed_trainers import Ended
+from paceline.session.closed_trainers import EndedTrainer
 from paceline.session.consistency import ConsistencyChecker
 from paceline.session.reporter import Reporter
-from paceline.session.training_loop import RegisteredTrainer, State
+from paceline.session.trainer_state import TrainerState
+from paceline.session.training_loop import RegisteredTrainer
 from paceline.team.team import Team
 
 
@@ -19,7 +20,8 @@ class TrainerRegistry:
     """All trainers that the script has made, by number.
 
     The script alone holds the trainers that it uses: `members` has weak proxies of them. A trainer that has ended puts
-    an object with its parts in its place, and once it has ended on all workers, its `Ended` record replaces that.
+    an object with its parts in its place, and once it has ended on all workers, its `EndedTrainer` record replaces
+    that.
     """
 
     def __init__(self, team: Team, reporter: Reporter, agreement: ConsistencyChecker) -> None:
@@ -27,7 +29,7 @@ class TrainerRegistry:
         self.agreement = agreement
         self.error_feedback = AllErrorFeedback()
         self.members: list[RegisteredTrainer] = []
-        self.states: list[State] = []  # their `trainer.state`
+        self.states: list[TrainerState] = []  # their `trainer.state`
         self.classes: list[str] = []  # of their models
         self.ended: set[int] = set()  # trainers that wait to be released
         self.models: list[torch.nn.Module] = []  # that a loss may call
@@ -45,7 +47,7 @@ class TrainerRegistry:
         """Whether there are trainers, and all their loops have reached their ends."""
         return bool(self.members) and all(member.complete for member in self.members)
 
-    def enlist(self, member: RegisteredTrainer, model: torch.nn.Module, state: State) -> None:
+    def enlist(self, member: RegisteredTrainer, model: torch.nn.Module, state: TrainerState) -> None:
         """Registers a new trainer, its model and its `trainer.state`."""
         self.members.append(cast(RegisteredTrainer, weakref.proxy(member)))
         self.states.append(state)
@@ -57,12 +59,12 @@ class TrainerRegistry:
         self.members[number] = member
         self.ended.add(number)
 
-    def forget(self, number: int, ended: Ended | None = None) -> None:
+    def forget(self, number: int, ended: EndedTrainer | None = None) -> None:
         """Stops comparing and summing a trainer that has ended on all workers, or in the checkpoint. `ended` takes its
         place.
         """
         journal = self._reporter.journal
-        for one in [one for one in self.agreement.weights if one.trainer == number]:
+        for one in [one for one in self.agreement.comparisons if one.trainer == number]:
             self.agreement.release(one, journal)
         for figures in self.error_feedback.release(number):
             journal.write("codec", **figures)
@@ -72,9 +74,9 @@ class TrainerRegistry:
 
     def update_models(self) -> None:
         """Updates the list of models that a loss may call to those of the present trainers."""
-        self.models[:] = [model for member in self.members if (model := member.viewed) is not None]
+        self.models[:] = [model for member in self.members if (model := member.callable_model) is not None]
         for member in self.members:
-            member.look_around()
+            member.update_callable_models()
 
     def flush(self) -> None:
         """Writes the steps since the last record of each trainer to the journal and the progress line."""
@@ -96,7 +98,7 @@ class TrainerRegistry:
         reports = [measurements] if group.size == 1 else self._team.transactions.run(gather)
         for number in measurements:
             if all(number in one for one in reports):
-                members[int(number)].measured([one[number] for one in reports])
+                members[int(number)].record_measurements([one[number] for one in reports])
 
     def write_figures(self) -> None:
         """Journals at the end of the run what comparing weights and compressing gradients took and saved."""

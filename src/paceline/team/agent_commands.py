@@ -16,7 +16,7 @@ from paceline.errors import FormatError
 
 At = tuple[str, int, str]  # the address where a newcomer receives the state: host, port, and the salt of its key
 Coming = dict[int, At]
-EXPECTED = 1.0  # seconds to wait for an order after a peer was lost, before the agent learns that none came
+EXPECTED = 1.0  # seconds to wait for a generation after a peer was lost, before the agent learns that none came
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Generation:
 
 
 class AgentCommands:
-    """Receives the agent's orders in a thread. Without an agent (`fd` is None) there are none.
+    """Receives the agent's commands in a thread; docs/reference/worker-protocol.md calls them orders to a worker.
+    Without an agent (`fd` is None) there are none.
 
     The thread calls `on_urgent` with each generation that must be entered at once, and `on_newcomers` when newcomers
     are `coming` (by number: the address where each receives the state).
@@ -66,11 +67,11 @@ class AgentCommands:
         self.merge: dict[str, Any] = {}  # the last decision about a merge of islands
         self.paused_by_agent = False  # whether to make no further step for the time being
         self._on_urgent, self._on_newcomers = on_urgent, on_newcomers
-        self._wrong: FormatError | None = None  # what is wrong with a message that is no order
+        self._wrong: FormatError | None = None  # what is wrong with a message that is no command
         self._news = threading.Condition()
         if fd is not None:
             os.set_inheritable(fd, False)
-            threading.Thread(target=self._listen, args=(fd,), name="paceline-orders", daemon=True).start()
+            threading.Thread(target=self._listen, args=(fd,), name="paceline-commands", daemon=True).start()
 
     def _listen(self, fd: int) -> None:
         unread = b""
@@ -86,7 +87,7 @@ class AgentCommands:
                     return
 
     def _take(self, line: bytes) -> None:
-        """Takes an order. FormatError: the line is no order."""
+        """Takes a command. FormatError: the line is none."""
         from paceline.team.message_types import COMMAND, GENERATION  # needs msgspec
 
         what = "a command from the agent"
@@ -105,25 +106,25 @@ class AgentCommands:
         elif "wait" in message:
             self.paused_by_agent = message["wait"]
         else:
-            order = read_message(line, GENERATION, what)
-            order = Generation(**{**order, "members": tuple(order["members"])})
+            fields = read_message(line, GENERATION, what)
+            generation = Generation(**{**fields, "members": tuple(fields["members"])})
             known = self.newest.at_once if self.newest is not None else 0
             with self._news:
-                self.newest = order
+                self.newest = generation
                 self._news.notify_all()
-            if order.at_once > known:
-                self._on_urgent(order)
+            if generation.at_once > known:
+                self._on_urgent(generation)
 
     def has_newer(self, than: int, at_once: bool = False) -> bool:
         """Whether there is a generation after number `than`; with `at_once`, one that must be entered at once, even if
-        a planned one has followed it: no worker enters the generation `than` any more. FormatError: a malformed order.
+        a planned one has followed it: no worker enters the generation `than` any more. FormatError: a wrong command.
         """
         if self._wrong is not None:
             raise self._wrong
         return self.newest is not None and (self.newest.at_once if at_once else self.newest.number) > than
 
     def wait_until(self, until: Callable[[], bool]) -> None:
-        """Waits until `until()` is true, and calls it with every order, and every 0.1 seconds."""
+        """Waits until `until()` is true, and calls it with every command, and every 0.1 seconds."""
         with self._news, HEARTBEAT.waiting():
             while not until():
                 if self._wrong is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.environment import SERVERS
+from paceline.base.exit_codes import STOPPED
 from paceline.base.mesh import pick_ranks
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import At, Coming
@@ -46,7 +47,6 @@ LINES = 50  # console lines that are kept for agents that have not received them
 AWAITED = 60.0  # seconds to wait for a silent agent if no other host has the state of its workers
 LATER = 503  # HTTP status of the answer to an agent that has to ask again, see `Coordinator.defers`
 EXPELLED = "HardwareError"  # the exception of a worker whose host computes wrong values: it is not started again
-STOPPED = 75  # EX_TEMPFAIL: exit code of a worker that left or stopped on request; the same command continues the run
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Coordinator:
     max_restarts: int
     min_workers: int
     record: Callable[..., None]
-    roster: Membership
+    membership: Membership
     epoch: int = 1
     version: int = 1
     slots: dict[int, WorkerSlot] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Coordinator:
     stop: bool = False
     ended: bool = False
     lines: list[tuple[int, str, bool]] = field(default_factory=list)  # for the console: version, text, whether always
-    order: Announcement | None = None  # the newest generation
+    announcement: Announcement | None = None  # the newest generation
     coming: Coming = field(default_factory=dict)  # newcomers to which the team sends the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
@@ -91,7 +91,7 @@ class Coordinator:
         self._now = 0.0  # time of the last report or tick
         self._delayed_starts: dict[int, tuple[float, int]] = {}  # by worker: when it starts again, in which life
         self._suspended = SuspendedWorkers()
-        self.first = self.roster.members  # the workers of the first generation
+        self.first = self.membership.members  # the workers of the first generation
         self._new_exceptions: list[int] = []  # workers whose exceptions are not judged yet
         self._raised: set[Any] = set()  # exceptions, and lines at which a worker hung, that the team has survived
         self._causes: Counter[str] = Counter()  # how often each cause has led to a loss
@@ -126,9 +126,9 @@ class Coordinator:
         if not numbers and self.recovering == math.inf:
             self._end_waiting(count - spares)
         known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
-        members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
+        members, servers = set(self.membership.members), {n for n in self.slots if n >= SERVERS}
         first = max({-1, *self.slots, *members, *self.reserved} - servers) + 1
-        begins = self.recovering == math.inf and not (self.roster.begun or members.isdisjoint(known))
+        begins = self.recovering == math.inf and not (self.membership.begun or members.isdisjoint(known))
         vacant = (
             [] if known or self.recovering < math.inf else pick_ranks(self._vacant, count - spares, self.group_sizes)
         )
@@ -136,7 +136,7 @@ class Coordinator:
             slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
             if number in vacant and slot.agent != agent:
                 self._placement.vacate(number)
-                if not self.roster.is_founding:  # its last process was lost, or has left
+                if not self.membership.is_founding:  # its last process was lost, or has left
                     slot = self.slots[number] = WorkerSlot("", slot.life + 1, newcomer=True)
             if slot.agent not in (agent, ""):
                 if self.recovering == math.inf:
@@ -147,7 +147,7 @@ class Coordinator:
             slot.out |= bool(self.hosts.about(agent)["excluded"])
             if number in vacant:
                 slot.life = max(slot.life, 0)
-            if number in self.first and self.roster.is_founding:
+            if number in self.first and self.membership.is_founding:
                 slot.newcomer = False
                 slot.life = slot.life if self.recovering == math.inf else UNKNOWN
             elif known and not begins and slot.report == WorkerReport():
@@ -160,21 +160,21 @@ class Coordinator:
         is gone, and the team does not wait for it.
         """
         have = {number for number, slot in self.slots.items() if slot.agent and slot.agent not in self.gone}
-        if not self.roster.is_founding:
-            if self.roster.replica_size == 1:
+        if not self.membership.is_founding:
+            if self.membership.replica_size == 1:
                 return []
-            have |= {*self.roster.members}
+            have |= {*self.membership.members}
         return [number for number in self.first if number not in have | self.reserved]
 
     def _store_of_first(self, agent: str) -> tuple[str, int] | None:
         """The address of the store at which the first team meets: without a port, a worker of this agent serves it;
         None while the team cannot start.
         """
-        if not self.roster.is_founding:
+        if not self.membership.is_founding:
             return "", 0
         if self._vacant or self.reserved or self.recovering < math.inf:
             return None
-        first = self.slots[self.roster.members[0]]
+        first = self.slots[self.membership.members[0]]
         if first.agent == agent:
             return "", 0
         return first.report.store if first.alive and first.report.store[1] else None
@@ -183,8 +183,8 @@ class Coordinator:
         """Takes the state of an agent's workers, and acts on what has changed since its last report."""
         self.step, self._now = max(self.step, step), now
         replica_size = max([1, *(report.replica for report in workers.values())])
-        if replica_size > self.roster.replica_size:
-            self.roster.set_replica_size(replica_size)
+        if replica_size > self.membership.replica_size:
+            self.membership.set_replica_size(replica_size)
         self.gone.discard(agent)
         if agent in self.awaited:
             del self.awaited[agent]
@@ -221,15 +221,15 @@ class Coordinator:
         if changed:
             self._check_suspended(now, [number for number, _, _ in changed])
             self._admit_newcomers()
-            self._announce(self.roster.plan())
+            self._announce(self.membership.plan())
             self._decide_merge(now)
-            if self.roster.leaving:  # now or before: the workers that were to stay may be gone
+            if self.membership.leaving:  # now or before: the workers that were to stay may be gone
                 self._leave_due = min(self._leave_due, now + (0.0 if self._all_leave else TOGETHER))
             self.version += self.over
 
     def recall_restart(self, restart: Mapping[str, Any], now: float, ago: float) -> None:
-        """Takes over from the journal that all workers were to start again as the first team, so many seconds `ago`."""
-        self.roster = Membership(tuple(restart["workers"]), restart["number"], founding=True)
+        """Takes over from the journal that, `ago` seconds ago, all workers were to start again as the first team."""
+        self.membership = Membership(tuple(restart["workers"]), restart["number"], founding=True)
         self.lives = {int(number): life for number, life in restart["lives"].items()}
         if restart.get("why"):
             self._back_since, self._back_why = now - ago, restart["why"]
@@ -238,16 +238,20 @@ class Coordinator:
         """Whether a host that joins with `count` workers, and has no `numbers` for them yet, has to ask again: a
         restarted coordinator does not know yet which workers of the first team are on no host.
         """
-        if numbers or self.recovering == math.inf or not (self.roster.is_founding or self.roster.replica_size > 1):
+        if (
+            numbers
+            or self.recovering == math.inf
+            or not (self.membership.is_founding or self.membership.replica_size > 1)
+        ):
             return False
         self._offered = max(self._offered, count)
         return True
 
     def recall_generation(self, number: int, members: Iterable[int]) -> None:
         """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
-        if self.recovering < math.inf and number > self.roster.number:
-            before, size = self.roster.members, self.roster.replica_size
-            self.roster = Membership(tuple(members), number, number, before=before, replica_size=size)
+        if self.recovering < math.inf and number > self.membership.number:
+            before, size = self.membership.members, self.membership.replica_size
+            self.membership = Membership(tuple(members), number, number, before=before, replica_size=size)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
@@ -264,7 +268,7 @@ class Coordinator:
             return
         lost = [number for number in gone if self.slots[number].alive]
         members = [number for number in lost if not self.slots[number].newcomer]
-        before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
+        before, servers = self.membership, [number for number in lost if number >= SERVERS and not self.over]
         if members and not self._survivors(lost):
             self._lose_last_replica(agent, members, why, seconds, ended)
             return
@@ -276,7 +280,7 @@ class Coordinator:
             (self._fail if ends else self._lose_servers)(
                 servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})"
             )
-        if servers and (self.failing or self.roster is not before):
+        if servers and (self.failing or self.membership is not before):
             return
         gone, lost = ([number for number in numbers if number not in servers] for numbers in (gone, lost))
         if members and not self.max_restarts:
@@ -296,7 +300,7 @@ class Coordinator:
         """
         if not self._can_go_back:
             return
-        if not (ended or self.mirrors or self.roster.is_founding):
+        if not (ended or self.mirrors or self.membership.is_founding):
             self._await(agent, lost, why)
             return
         self._causes["host"] += 1
@@ -317,7 +321,7 @@ class Coordinator:
         by its `count` workers.
         """
         for agent, (until, why) in [*self.awaited.items()]:
-            members = [n for n in self.roster.members if n in self.slots and self.slots[n].agent == agent]
+            members = [n for n in self.membership.members if n in self.slots and self.slots[n].agent == agent]
             if 0 < len(members) <= count and self._can_go_back and not self._survivors(members):
                 self.lost_agent(agent, why, AWAITED - (until - self._now), ended=True)
 
@@ -385,12 +389,12 @@ class Coordinator:
 
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent must bring about: the life of each worker, and whether it is in the team."""
-        more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
+        more = {"at_once": self.membership.at_once, "detection": self._detection, "hold": self._paused}
         more["admits"] = self._admits
         return {
             "epoch": self.epoch,
             "version": self.version,
-            "generation": generation_of(self.order, self.slots, more),
+            "generation": generation_of(self.announcement, self.slots, more),
             "workers": self._placement.wanted(agent),
             "store": self._store_of_first(agent),
             "failing": [[number, self.slots[number].agent, why] for number, why in self.failing.items()],
@@ -411,11 +415,16 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """What /status shows of the run."""
-        roster = self.roster
+        membership = self.membership
         more = {"min_workers": self.min_workers, "paused": self._paused, "stopping": self.stop}
-        team = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
+        team = {
+            "epoch": self.epoch,
+            "generation": membership.number,
+            "members": list(membership.members),
+            "step": self.step,
+        }
         team["spares"] = self._ready_spares
-        workers = {number: state_of(number, slot, roster) for number, slot in sorted(self.slots.items())}
+        workers = {number: state_of(number, slot, membership) for number, slot in sorted(self.slots.items())}
         return {**team, "workers": workers, **more}
 
     @property
@@ -424,7 +433,7 @@ class Coordinator:
         away, counts = self.gone | self.leaving, Counter[str]()
         for number, slot in sorted(self.slots.items()):
             is_here = slot.alive and not slot.report.declined and slot.agent not in away
-            if number < SERVERS and is_here and not self.spares.is_spare(number, self.roster):
+            if number < SERVERS and is_here and not self.spares.is_spare(number, self.membership):
                 counts[self.hosts.agents.get(slot.agent, slot.agent)] += 1
         return [*counts.items()]
 
@@ -434,7 +443,7 @@ class Coordinator:
 
     @property
     def _paused(self) -> bool:
-        return self._too_few((self.order or self.roster).members)
+        return self._too_few((self.announcement or self.membership).members)
 
     def _say(self, text: str, always: bool = False) -> None:
         self.version += 1
@@ -444,30 +453,30 @@ class Coordinator:
 
     def _advanced(self, number: int, slot: WorkerSlot, previous: WorkerReport, now: float) -> None:
         """Acts on how far a worker has come since its previous report."""
-        report, roster = slot.report, self.roster
+        report, membership = slot.report, self.membership
         if number >= SERVERS and report.at != previous.at:
             self.version += 1
-            roster.renews |= number in self._restoring_servers
+            membership.renews |= number in self._restoring_servers
             self._restoring_servers.discard(number)
-        self.version += roster.is_founding and report.store != previous.store
+        self.version += membership.is_founding and report.store != previous.store
         if report.ready and not previous.ready and not slot.newcomer:
-            roster.ready(number)
-            if self._back_since is not None and not roster.is_founding:
+            membership.ready(number)
+            if self._back_since is not None and not membership.is_founding:
                 seconds, self._back_since = now - self._back_since, None
-                what = f"{plural(len(roster.members), 'worker')} train again {seconds:.1f} s after the loss"
-                self.record("recovered", workers=list(roster.members), seconds=seconds)
+                what = f"{plural(len(membership.members), 'worker')} train again {seconds:.1f} s after the loss"
+                self.record("recovered", workers=list(membership.members), seconds=seconds)
                 self.record(
                     "decision", what=f"all workers went back to a copy of the state: {what}", why=self._back_why
                 )
                 self._say(what)
         if report.formed > previous.formed:
-            new = number not in roster.established
-            roster.formed(number, report.formed)
-            if new and number in roster.established:
+            new = number not in membership.established
+            membership.formed(number, report.formed)
+            if new and number in membership.established:
                 slot.newcomer = False
                 self._say(f"{ranks([number])} has joined: {self._team_size}")
         if report.leaves and not previous.leaves:
-            roster.leaves(number)
+            membership.leaves(number)
         if report.stands and report.stands != previous.stands:
             self._say(report.stands)
         for _ in range(int(report.wrong) - int(previous.wrong)):
@@ -475,7 +484,7 @@ class Coordinator:
         if report.alone > previous.alone:
             self._form_again_due = min(self._form_again_due, now + ALONE)
         if report.ended and not previous.ended:
-            roster.end(number)
+            membership.end(number)
 
     def _ended(self, number: int, slot: WorkerSlot, previous: WorkerReport, now: float) -> None:
         """Acts on how a worker ended, or that it is about to end."""
@@ -483,12 +492,16 @@ class Coordinator:
         if self.slots[number] is not slot:  # all workers have gone back to the last checkpoint
             return
         needed = not held_elsewhere(self.slots, [number]) if number >= SERVERS else not slot.newcomer
-        if report.declined and needed and (number >= SERVERS or self.roster.is_founding or not self.roster.begun):
+        if (
+            report.declined
+            and needed
+            and (number >= SERVERS or self.membership.is_founding or not self.membership.begun)
+        ):
             self._fail([number], "cannot be restarted")
         elif report.declined:
             slot.out = True
         elif report.failed is not None and previous.failed is None:
-            if not slot.newcomer and not slot.out and self.roster.begun:
+            if not slot.newcomer and not slot.out and self.membership.begun:
                 self._new_exceptions.append(number)
                 self._judge_due = min(self._judge_due, now + ALIKE)
             elif not self._go_on_without(number):
@@ -498,21 +511,21 @@ class Coordinator:
         elif report.status == STOPPED and number in self._leaving_members:
             self._leaving_members.remove(number)
             slot.out = True
-            was_asked_to_leave = number in self.roster.leaving
-            self.roster.end(number)
+            was_asked_to_leave = number in self.membership.leaving
+            self.membership.end(number)
             if was_asked_to_leave:
-                self._say(f"{ranks([number])} left as requested: {go_on(self.roster.members)}")
+                self._say(f"{ranks([number])} left as requested: {go_on(self.membership.members)}")
             else:  # another worker of its replica was
                 self._restart(number)
-        elif report.status in (0, STOPPED) and (report.status or report.ended or not self.roster.begun):
-            self.roster.end(number)  # else the worker vanished in the midst of training
+        elif report.status in (0, STOPPED) and (report.status or report.ended or not self.membership.begun):
+            self.membership.end(number)  # else the worker vanished in the midst of training
         elif number not in self._new_exceptions and not self._go_on_without(number):
             self._fail([number])
 
     def _decide_merge(self, now: float) -> None:
         """Decides which islands are merged; the journal has the decision before any agent does."""
         reports = (slot.report.round for slot in self.slots.values() if slot.alive)
-        if decision := self.merges.decide(reports, self.roster.at_once, now):
+        if decision := self.merges.decide(reports, self.membership.at_once, now):
             self.record("merge", **decision)
             self.version += 1
 
@@ -522,7 +535,7 @@ class Coordinator:
         """
         for number in (n for n in with_news if self._suspended.update(n, self.slots[n].report, now)):
             self._say(f"{ranks([number])} is running again")
-        stopped, begun = self._suspended.stopped(self.slots), self.roster.begun
+        stopped, begun = self._suspended.stopped(self.slots), self.membership.begun
         if begun and not self.over and (servers := [number for number in stopped if number >= SERVERS]):
             self._lose_servers(servers, "was stopped")
             stopped = self._suspended.stopped(self.slots)
@@ -545,7 +558,7 @@ class Coordinator:
         elif over:
             self._causes["was stopped"] += 1
             self.record("lost", workers=stopped, why="was stopped before the first step", step=self.step)
-            self._start_anew(self.roster.members)
+            self._start_anew(self.membership.members)
 
     def _lose_servers(self, servers: list[int], why: str, restarts: bool = True) -> None:
         """Goes on without parameter servers if others have their state; otherwise all workers go back to the last
@@ -572,28 +585,28 @@ class Coordinator:
                 self._restoring_servers.add(number)
                 self._restart(number)
         if not held:
-            self.order, self._leaving_members, self._restoring_servers = None, set(), set()
+            self.announcement, self._leaving_members, self._restoring_servers = None, set(), set()
             self._new_exceptions, self._judge_due = [], math.inf
             self._start_anew(self.first, [n for n, slot in self.slots.items() if n >= SERVERS or slot.alive])
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
-        size = self.roster.replica_size
-        self.roster = Membership(members, self.roster.number, replica_size=size, founding=True)
+        size = self.membership.replica_size
+        self.membership = Membership(members, self.membership.number, replica_size=size, founding=True)
         self._form_again_due = math.inf
         for number in {*members, *others} & self.slots.keys():
             life = self.slots[number].life
             self._placement.restart(number, life + (life != UNKNOWN), newcomer=number not in members)
         lives = {str(number): self.slots[number].life for number in members if number in self.slots}
         about = {"why": self._back_why} if self._back_since is not None else {}
-        self.record("restarted", number=self.roster.number, workers=list(members), lives=lives, **about)
+        self.record("restarted", number=self.membership.number, workers=list(members), lives=lives, **about)
         self.version += 1
 
     @property
     def _can_go_back(self) -> bool:
         """Whether all workers may start again as the first team: it, or the last replica, is on several hosts."""
-        agents = {self.slots[number].agent for number in self.roster.members if number in self.slots}
-        parted = self.roster.is_founding or self.roster.replica_size > 1
+        agents = {self.slots[number].agent for number in self.membership.members if number in self.slots}
+        parted = self.membership.is_founding or self.membership.replica_size > 1
         return parted and len(agents) > 1 and self.max_restarts > 0 and not (self.stop or self.failing or self.over)
 
     def _go_back(self, lost: list[int], why: str, detection: float = 0.0) -> None:
@@ -602,7 +615,7 @@ class Coordinator:
         """
         left = left_of(lost, self.slots, self.logs)
         self.record("lost", workers=lost, why=why, step=self.step)
-        self.order, self._leaving_members, self._restoring_servers, self.coming = None, set(), set(), {}
+        self.announcement, self._leaving_members, self._restoring_servers, self.coming = None, set(), set(), {}
         self._new_exceptions, self._judge_due = [], math.inf
         self._back_since = self._now - detection if self._back_since is None else self._back_since
         self._back_why = f"{ranks(lost)} {why}, and no replica was left"
@@ -617,7 +630,7 @@ class Coordinator:
     def _judge(self) -> None:
         """Goes on without the workers that raised an exception, unless all workers did."""
         raised, self._new_exceptions, self._judge_due = self._new_exceptions, [], math.inf
-        everybody = not self.roster.survivors(raised)
+        everybody = not self.membership.survivors(raised)
         for number, slot in [(number, self.slots[number]) for number in raised]:
             if self.slots[number] is slot and (everybody or not self._go_on_without(number)):  # else all went back
                 self._fail([number])
@@ -633,19 +646,20 @@ class Coordinator:
         """Lets newcomers wait for the next generation. On a host where no worker has the state, the first newcomer
         receives it before.
         """
-        roster, served = self.roster, dict[str, tuple[int, At]]()  # of each host, the newcomer that receives the state
+        membership = self.membership
+        served = dict[str, tuple[int, At]]()  # by host: the newcomer that receives the state
         new = {n: slot for n, slot in self.slots.items() if slot.newcomer and slot.alive and slot.report.waiting}
-        have = {self.slots[number].agent for number in roster.established if number in self.slots}
+        have = {self.slots[number].agent for number in membership.established if number in self.slots}
         have |= {slot.agent for slot in new.values() if slot.report.current or slot.report.at is None}
-        for number in self.spares.order(new, roster, self._ready_spares):
+        for number in self.spares.order(new, membership, self._ready_spares):
             slot, at = new[number], new[number].report.at
-            if number in roster.waiting:
+            if number in membership.waiting:
                 have.add(slot.agent)
                 continue
             slot.spare = self._is_full(number)
             if not slot.spare and (slot.agent in have or self._paused):
-                roster.waits(number)
-            elif slot.spare and not self.spares.needs_copy(number, roster):
+                membership.waits(number)
+            elif slot.spare and not self.spares.needs_copy(number, membership):
                 continue
             elif at is not None and (slot.agent not in served or number in self.coming):
                 served[slot.agent] = number, at
@@ -657,17 +671,17 @@ class Coordinator:
     def _is_full(self, number: int) -> bool:
         """Whether a newcomer has to wait as a spare: the team is full, or is about to end."""
         ends = self.stop or any(slot.report.ended for slot in self.slots.values())
-        return self.spares.full_size < math.inf and (ends or self.spares.is_full(number, self.roster))
+        return self.spares.full_size < math.inf and (ends or self.spares.is_full(number, self.membership))
 
     def _note_spares(self) -> None:
         """Journals which spares are ready if that has changed, and names new ones on the console."""
         if self.spares.full_size == math.inf:
             return
         before, ready = self._ready_spares, [n for n, slot in sorted(self.slots.items()) if slot.spare and slot.alive]
-        if ready == before or not self.roster.begun:
+        if ready == before or not self.membership.begun:
             return
         self._ready_spares = ready
-        self.record("spares", workers=ready, enter=[n for n in before if n in self.roster.waiting], step=self.step)
+        self.record("spares", workers=ready, enter=[n for n in before if n in self.membership.waiting], step=self.step)
         if new := [number for number in ready if number not in before]:
             what = "is ready as a spare" if len(new) == 1 else "are ready as spares"
             self._say(f"{ranks(new)} {what}: {self._team_size}")
@@ -675,13 +689,13 @@ class Coordinator:
     @property
     def _team_size(self) -> str:
         """The number of workers, for the console; with that of spares where there may be any."""
-        text = plural(len(self.roster.members), "worker")
+        text = plural(len(self.membership.members), "worker")
         return text if self.spares.full_size == math.inf else f"{text}, {plural(len(self._ready_spares), 'spare')}"
 
     @property
     def _all_leave(self) -> bool:
         """Whether all members of the present generation are leaving."""
-        return self.roster.leaving_replicas.issuperset(self.roster.members)
+        return self.membership.leaving_replicas.issuperset(self.membership.members)
 
     def _let_leave(self) -> None:
         self._leave_due = math.inf
@@ -690,7 +704,7 @@ class Coordinator:
         if self._all_leave:
             self.stop_all()
         else:
-            self._announce(self.roster.plan())
+            self._announce(self.membership.plan())
 
     def stop_all(self) -> None:
         """Makes the whole run save a checkpoint and stop."""
@@ -698,19 +712,19 @@ class Coordinator:
             paused, self.stop = self._paused, True
             self.version += 1
             if paused:  # the run stops at the end of a step, which a paused team would never make
-                self._announce(self.roster.renew())
+                self._announce(self.membership.renew())
 
     def _survivors(self, lost: Collection[int]) -> list[int]:
         dead = [number for number, slot in self.slots.items() if not slot.alive]
-        return list(self.roster.survivors([*lost, *dead]))
+        return list(self.membership.survivors([*lost, *dead]))
 
     def _go_on_without(self, number: int) -> bool:
         """Goes on without a worker that failed; returns False if the others cannot."""
         slot = self.slots[number]
         if slot.out:
             return True
-        is_spare = self.spares.is_spare(number, self.roster)
-        if self.failing or not self.max_restarts or not (self.roster.begun or is_spare):
+        is_spare = self.spares.is_spare(number, self.membership)
+        if self.failing or not self.max_restarts or not (self.membership.begun or is_spare):
             return False
         report, why = slot.report, slot.report.loss
         failure = report.failed or report.hung
@@ -785,12 +799,12 @@ class Coordinator:
         self.version += 1
 
     def _left_without(self, numbers: Collection[int]) -> Collection[int]:
-        """The members that could go on without these workers of a host. The first team begins with all of its workers:
-        without some of them, or while hosts are missing for it, nobody could.
+        """The members that could go on without these workers of a host. The first team can only begin with all of its
+        workers: without some of them, or while hosts are missing for it, none could.
         """
-        if not self.roster.is_founding:
+        if not self.membership.is_founding:
             return self._survivors(numbers)
-        members = self.roster.members
+        members = self.membership.members
         return () if self._vacant or not {*members}.isdisjoint(numbers) else members
 
     def _restart(self, number: int) -> None:
@@ -807,34 +821,34 @@ class Coordinator:
         slot = self.slots.get(number)
         stays = slot is not None and (number >= SERVERS or slot.agent not in self.leaving)
         if slot is not None and stays and slot.life < life and not slot.report.declined:
-            joins = not (self.roster.is_founding and number in self.roster.members)
+            joins = not (self.membership.is_founding and number in self.membership.members)
             failures = slot.failures + slot.failed_early if slot.newcomer else 0
             self._placement.restart(number, life, failures, newcomer=joins)
             self.version += 1
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.slots[number].newcomer for number in lost)
-        spare = [self.spares.is_spare(number, self.roster) for number in lost]
-        peers = [peer for peer in self.roster.replica_peers(lost) if peer in self.slots]
+        spare = [self.spares.is_spare(number, self.membership) for number in lost]
+        peers = [peer for peer in self.membership.replica_peers(lost) if peer in self.slots]
         for number in (*lost, *peers):
             self.slots[number].out = True
         self._leaving_members -= {*lost, *peers}
-        order = self.roster.lose(lost)
+        announcement = self.membership.lose(lost)
         causes = {number: report.cause for number in lost if (report := self.slots[number].report).cause}
         more = {"mates": peers} if peers else {}
         self.record("lost", workers=lost, why=why, step=self.step, **more, **({"causes": causes} if causes else {}))
         left = left_of(lost, self.slots, self.logs)
-        if order is not None:
+        if announcement is not None:
             are = "is" if len(peers) == 1 else "are"
             too = f", and {ranks(peers)} of the same replica {are} restarted" if peers else ""
-            self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(order.members)}{then}{left}")
+            self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(announcement.members)}{then}{left}")
         elif new:
             before = "before it had rejoined" if len(lost) == 1 else "before they had rejoined"
             if all(spare):
                 before = "while it was a spare" if len(lost) == 1 else "while they were spares"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
         self._admit_newcomers()
-        self._announce(order, detection)
+        self._announce(announcement, detection)
         for peer in peers:
             self._restart(peer)
         self.version += 1
@@ -844,20 +858,20 @@ class Coordinator:
             return f"only {plural(len(members), 'worker')} left, training is paused until there are {self.min_workers}"
         return go_on(members)
 
-    def _announce(self, order: Announcement | None, detection: float = 0.0) -> None:
+    def _announce(self, announcement: Announcement | None, detection: float = 0.0) -> None:
         """Announces a generation; the journal has it before any agent does. `detection`: the seconds for which the loss
         that led to it was not known.
         """
-        if order is None:
+        if announcement is None:
             return
-        self._leaving_members = (self._leaving_members | self.roster.leaving_replicas) - set(order.members)
-        about = {"planned": order.planned, "at_once": self.roster.at_once}
-        self.record("generation", number=order.number, workers=list(order.members), **about)
-        self.order, self._detection = order, detection
-        ready = self.roster.waiting.keys() - {*order.members}
-        self._admits = not order.planned and len(ready) >= self.roster.replica_size
-        self.roster.renews |= self._admits  # also if these are lost until then: the members wait for it
-        if not order.planned:  # a planned one comes after a step, which a worker that misses others never ends
+        self._leaving_members = (self._leaving_members | self.membership.leaving_replicas) - set(announcement.members)
+        about = {"planned": announcement.planned, "at_once": self.membership.at_once}
+        self.record("generation", number=announcement.number, workers=list(announcement.members), **about)
+        self.announcement, self._detection = announcement, detection
+        ready = self.membership.waiting.keys() - {*announcement.members}
+        self._admits = not announcement.planned and len(ready) >= self.membership.replica_size
+        self.membership.renews |= self._admits  # also if these are lost until then: the members wait for it
+        if not announcement.planned:  # a planned one comes after a step, which a worker that misses others never ends
             self._form_again_due = math.inf
         self.version += 1
 
@@ -870,8 +884,8 @@ class Coordinator:
         if alone and (self._causes[what] > self.max_restarts or any(slot.report.ended for slot in self.slots.values())):
             self._fail(alone, "lost its connections to the other workers")
         elif alone:
-            self._say(f"{what}: {go_on(self.roster.members)} over new connections")
-            self._announce(self.roster.renew())
+            self._say(f"{what}: {go_on(self.membership.members)} over new connections")
+            self._announce(self.membership.renew())
 
     # ---- after a coordinator was started again
 
@@ -880,13 +894,13 @@ class Coordinator:
 
         A late agent is no failure of its workers: the time is not over before enough workers are back to go on.
         """
-        roster = self.roster
+        membership = self.membership
         reports = {number: slot.report for number, slot in self.slots.items() if slot.report != WorkerReport()}
         first = {number for number, report in reports.items() if report.ready and not report.newcomer}
-        roster.known(first, {number: report.formed for number, report in reports.items()})
-        missing = [n for n in roster.members if n not in self.slots or self.slots[n].life == UNKNOWN]
+        membership.known(first, {number: report.formed for number, report in reports.items()})
+        missing = [n for n in membership.members if n not in self.slots or self.slots[n].life == UNKNOWN]
         ended = any(report.ended for report in reports.values())  # then all have come to the end
-        if missing and not ended and not {*self._survivors(missing)} & {*roster.members}:
+        if missing and not ended and not {*self._survivors(missing)} & {*membership.members}:
             if self._is_too_late(missing, now):
                 self._start_without(missing)
                 return
@@ -897,22 +911,22 @@ class Coordinator:
         for number, report in sorted(reports.items()):
             self.slots[number].newcomer = report.newcomer and report.formed < 0
             if report.leaves:
-                roster.leaves(number)
+                membership.leaves(number)
             if report.ended:
-                roster.end(number)
+                membership.end(number)
         self._restoring_servers = unheld(reports)
-        roster.renews = any(reports[number].at for number in self._restoring_servers)
+        membership.renews = any(reports[number].at for number in self._restoring_servers)
         # The members may wait for newcomers, see `_announce`.
-        roster.renews |= roster.number == roster.at_once > 0 and self.spares.full_size < math.inf
-        roster.before = tuple(number for number in roster.before if number in roster.established)
-        self._leaving_members = {*roster.before} & roster.leaving_replicas - {*roster.members}
-        for number in sorted(roster.established - {*roster.members} - self._leaving_members):
+        membership.renews |= membership.number == membership.at_once > 0 and self.spares.full_size < math.inf
+        membership.before = tuple(number for number in membership.before if number in membership.established)
+        self._leaving_members = {*membership.before} & membership.leaving_replicas - {*membership.members}
+        for number in sorted(membership.established - {*membership.members} - self._leaving_members):
             if self.slots[number].alive:  # the team went on without it
-                roster.end(number)
+                membership.end(number)
                 self._restart(number)
         for number in missing:
             if ended:
-                roster.end(number)
+                membership.end(number)
             else:
                 self.slots.setdefault(number, WorkerSlot(agent="", life=UNKNOWN)).report = WorkerReport(
                     why="did not report to the restarted coordinator"
@@ -925,12 +939,13 @@ class Coordinator:
             if slot.report.alone >= 0:
                 self._form_again_due = min(self._form_again_due, now + ALONE)
         self._check_suspended(now, reports)
-        if roster.leaving:
+        if membership.leaving:
             self._leave_due = now
-        if self.order is None and roster.begun and not roster.is_founding and roster.entered != set(roster.members):
-            self._announce(roster.renew())  # the last one is in the journal, and did not reach all workers
+        is_complete = membership.entered == set(membership.members)
+        if self.announcement is None and membership.begun and not membership.is_founding and not is_complete:
+            self._announce(membership.renew())  # the last one is in the journal, and did not reach all workers
         self._admit_newcomers()
-        self._announce(roster.plan())
+        self._announce(membership.plan())
         self._decide_merge(now)
         self.version += 1
 
@@ -953,14 +968,14 @@ class Coordinator:
             return False
         self._waits_since = min(self._waits_since, now)
         begins = self._has_not_begun(missing)
-        can = begins or (self.roster.replica_size > 1 and self.max_restarts > 0)
+        can = begins or (self.membership.replica_size > 1 and self.max_restarts > 0)
         soon = begins or self.mirrors or len(missing) <= self._offered
         return can and not self.stop and now - self._waits_since >= (RETURN if soon else AWAITED)
 
     def _has_not_begun(self, missing: Collection[int]) -> bool:
         """Whether a first team has certainly not made its first step: one of its workers that are back has not."""
-        back = {*self.roster.members} - {*missing}
-        return self.roster.founding and not self.roster.established.issuperset(back)
+        back = {*self.membership.members} - {*missing}
+        return self.membership.founding and not self.membership.established.issuperset(back)
 
     def _start_without(self, missing: list[int]) -> None:
         """Starts the first team again, once hosts have come for the `missing` workers: their own ones, or others."""

@@ -231,7 +231,7 @@ class Service:
 
     def _answer_profile(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /profile: asks workers to profile their next steps."""
-        workers = [*self._coordinator.roster.members]
+        workers = [*self._coordinator.membership.members]
         steps, which = request["steps"], request["workers"] or workers
         if others := sorted({*which} - {*workers}):
             raise RefusalError(409, f"the run has {ranks(workers)}, but not {ranks(others)}")
@@ -268,7 +268,7 @@ class Service:
         if report.get("leaving"):
             self._coordinator.leaving.add(session.agent)
         self._coordinator.report(session.agent, workers, report["step"], now)
-        if len(self._coordinator.roster.entered) >= self._coordinator.min_workers:  # as many as the run begins with
+        if len(self._coordinator.membership.entered) >= self._coordinator.min_workers:  # as many as the run begins with
             self._coordinator.min_workers = self._run["run"]["min_workers"]
         if report.get("over") and not self._coordinator.ended:
             self._coordinator.ended = True
@@ -535,8 +535,8 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> M
 
 
 def last_restart(folder: Path, since: int) -> dict[str, Any] | None:
-    """What the journal says after byte `since` of the first team that is to start again; None if a generation has
-    followed it, or if there was none.
+    """The last event of the journal, after byte `since`, that says that the first team starts again; None if there is
+    none, or a generation has followed it.
     """
     events = (event_of(line) for line in lines_from_end(folder / NAME, since) if _TEAMS.search(line))
     last = next((event for event in events if event.get("event") in ("generation", "restarted")), {})
@@ -560,9 +560,9 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     folder = Path(given["folder"])
     journal = Journal(folder)
     run = given["run"]
-    roster = last_generation(folder, given["since"], given["generation"])
+    membership = last_generation(folder, given["since"], given["generation"])
     least = max(run["min_workers"], 0 if given["again"] else run["begin"])
-    coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
+    coordinator = Coordinator(run["max_restarts"], least, journal.write, membership, given["epoch"])
     coordinator.hosts = HostFailures(run.get("exclude_after"))
     coordinator.spares.size = max(run["workers"], run["begin"])
     plan = Plan.parse(run["given"].get("plan") or "")

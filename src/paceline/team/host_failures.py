@@ -12,7 +12,6 @@ from paceline.base.console import in_one_line
 from paceline.base.text import plural
 from paceline.team.worker_slots import WorkerReport
 
-LEFT_OUT = 79  # exit code of an agent whose host is left out of the run
 FORBIDDEN = 403  # HTTP status of the answer to an agent whose host is left out
 SHOWN = 4  # newest reasons that are shown
 LONGEST = 300  # characters of a reason
@@ -41,7 +40,7 @@ def describe(failures: Iterable[Failure]) -> str:
 
 @dataclass
 class HostFailures:
-    """The failures of hosts, by host. After `limit` failures a host is to be left out (None: never). It is also to be
+    """The failures of hosts, by host. After `limit` failures a host must be left out (None: never). It must also be
     left out if its workers computed `wrong` values twice in this run, and the run has other hosts.
 
     `agents` are the hosts of agents. `excluded` has the reasons for each host that is left out, and `spared` the hosts

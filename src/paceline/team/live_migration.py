@@ -37,7 +37,7 @@ from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.team.agent_commands import At
 from paceline.team.state_owner import StateOwner
 
-MEET, LOOK = 10.0, 0.1  # seconds to wait for a connection, and between two looks at the orders
+MEET, LOOK = 10.0, 0.1  # seconds to wait for a connection, and between two looks at the commands
 _GIVER = struct.Struct("<q")  # a sender's introduction: its worker number
 SLICE = 1 << 20
 SEEN = 0.5  # seconds of sending after which the speed is known, if they have sent more than a slice
@@ -274,7 +274,7 @@ class StateReceiver:
     def follow(self, owner: StateOwner, admitted: Callable[[], int | None], current: Callable[[], None]) -> bool:
         """Passes what arrives on to `owner` until the sender ends; returns whether there was a state.
 
-        `admitted` returns the first worker of the generation that this worker is to enter, once there is one.
+        `admitted` returns the first worker of the generation that this worker enters next, once there is one.
         `current` is called when this worker has nothing more to wait for.
         """
         frames, prepared = SimpleQueue[torch.Tensor | None](), False

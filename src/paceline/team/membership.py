@@ -62,22 +62,22 @@ class Membership:
 
     @property
     def begun(self) -> bool:
-        """Whether the whole first generation has come to its first step: before that, the team survives no loss."""
+        """Whether the whole first generation has reached its first step: before that, the team survives no loss."""
         return self.number > 0 or len(self.established) == len(self.members)
 
     @property
     def is_founding(self) -> bool:
-        """Whether the members start together, and have not all come to their first step."""
+        """Whether the members start together, and have not all reached their first step."""
         return self.founding and not self.established.issuperset(self.members)
 
     def ready(self, worker: int) -> None:
-        """Takes note that a worker of the first generation has come to its first transaction."""
+        """Takes note that a worker of the first generation has reached its first transaction."""
         self.established.add(worker)
         self.entered.add(worker)
 
     def known(self, first: set[int], formed: Mapping[int, int]) -> None:
-        """Takes what workers report to a restarted coordinator: which of the `first` generation had come to their first
-        transaction, and which generation each has `formed` last.
+        """Takes what workers report to a restarted coordinator: which of the `first` generation had reached their
+        first transaction, and which generation each has `formed` last.
         """
         self.established = first | {worker for worker, number in formed.items() if number >= 0}
         self.entered = {worker for worker, number in formed.items() if number == self.number}

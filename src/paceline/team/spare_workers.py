@@ -18,7 +18,7 @@ from paceline.team.worker_slots import WorkerSlot
 
 
 def refuse_spares(plan: Plan, workers: int, spares: int) -> None:
-    """PlanError: under this plan over `workers`, so many `spares` could never take the place of a lost worker."""
+    """PlanError: under this plan over `workers` workers, `spares` spare workers could never replace a lost one."""
     mesh = plan.mesh(workers)
     size = mesh.replica
     what = f"--spares {spares}: "
@@ -69,11 +69,11 @@ class SpareWorkers:
             return math.inf
         return max(self.size, self.unreplaced + sum(workers for workers, _ in self.brought.values()))
 
-    def is_full(self, number: int, roster: Membership) -> bool:
+    def is_full(self, number: int, membership: Membership) -> bool:
         """Whether the team, with those who are about to enter it or to leave it, has no room for a newcomer. Workers of
         hosts without spares that start for the first time come before spares of other hosts.
         """
-        taken = ({*roster.members} - roster.leaving_replicas) | {*roster.waiting}
+        taken = ({*membership.members} - membership.leaving_replicas) | {*membership.waiting}
         if self.slots[number].agent not in self._without_spares:
             taken |= {n for n, slot in self.slots.items() if self._starts(slot) and n < SERVERS}
         return len(taken) >= self.full_size
@@ -85,34 +85,34 @@ class SpareWorkers:
     def _starts(self, slot: WorkerSlot) -> bool:
         return slot.newcomer and slot.alive and slot.life == 0 and slot.agent in self._without_spares
 
-    def is_spare(self, number: int, roster: Membership) -> bool:
+    def is_spare(self, number: int, membership: Membership) -> bool:
         """Whether a worker is no member, and would have to wait as a spare if it were ready now."""
         slot = self.slots[number]
-        comes = slot.newcomer and number not in roster.waiting and number not in roster.members
+        comes = slot.newcomer and number not in membership.waiting and number not in membership.members
         return (
             comes
             and number < SERVERS
-            and (self.brought.get(slot.agent, (1, 0))[0] == 0 or self.is_full(number, roster))
+            and (self.brought.get(slot.agent, (1, 0))[0] == 0 or self.is_full(number, membership))
         )
 
-    def order(self, newcomers: Iterable[int], roster: Membership, ready: Collection[int]) -> list[int]:
+    def order(self, newcomers: Iterable[int], membership: Membership, ready: Collection[int]) -> list[int]:
         """Sorts newcomers: those on hosts that have lost workers come first, since hosts are to be used evenly, and of
         these the spares that were `ready` before.
         """
         if self.full_size == math.inf:
             return sorted(newcomers)
-        counts = Counter(self.slots[member].agent for member in roster.members if member in self.slots)
+        counts = Counter(self.slots[member].agent for member in membership.members if member in self.slots)
         first, last = list[int](), list[int]()
-        for number in sorted(newcomers, key=lambda n: (n not in roster.waiting, n not in ready, n)):
+        for number in sorted(newcomers, key=lambda n: (n not in membership.waiting, n not in ready, n)):
             agent = self.slots[number].agent
             (first if counts[agent] < self.brought.get(agent, (0, 0))[0] else last).append(number)
-            counts[agent] += number not in roster.members
+            counts[agent] += number not in membership.members
         return first + last
 
-    def needs_copy(self, number: int, roster: Membership) -> bool:
+    def needs_copy(self, number: int, membership: Membership) -> bool:
         """Whether a spare receives the state beforehand: there are several hosts, and at most one worker of its own
         host has the state. Where two have it, the spare can copy it from one of them if the other one is lost.
         """
         slots, agent = self.slots, self.slots[number].agent
-        hosts = [slots[member].agent for member in roster.established if member in slots]
+        hosts = [slots[member].agent for member in membership.established if member in slots]
         return hosts.count(agent) <= 1 and bool({*hosts} - {agent})

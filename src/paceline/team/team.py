@@ -18,13 +18,13 @@ from torch.backends.cpu import get_cpu_capability
 
 import paceline.base.environment as worlds
 from paceline.base.environment import World
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.peer_status import call_site
 from paceline.data.loader import Assignment
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
-from paceline.team.coordinator import STOPPED
 from paceline.team.exit_reports import ExitReports, describe_exception
 from paceline.team.transactions import LeftError, Transactions
 
@@ -222,8 +222,8 @@ class Team:
     @property
     def only_leaves(self) -> bool:
         """Whether the generation that waits for `form` has present workers only."""
-        order = self.transactions.orders.newest
-        return order is not None and {*order.members} <= {*self.group.names}
+        generation = self.transactions.commands.newest
+        return generation is not None and {*generation.members} <= {*self.group.names}
 
     def form(self, lost: PeerLostError | None = None) -> int:
         """Forms the team for a training loop of the script's own that goes on when workers come and go.
@@ -330,7 +330,7 @@ def _take_over_exit(team: Team, before: Callable[..., Any]) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if _NO_GROUP in str(error):
             add_hint(error, _SUMS)
-        team.fail(130 if issubclass(kind, KeyboardInterrupt) else 1, **describe_exception(error))
+        team.fail(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1, **describe_exception(error))
         before(kind, error, trace)
 
     sys.excepthook = hook

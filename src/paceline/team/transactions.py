@@ -21,6 +21,7 @@ import torch
 from paceline.base.batching import Moment, StateLostError, Status, Transaction, resolve, route_transfers
 from paceline.base.console import say
 from paceline.base.environment import World
+from paceline.base.exit_codes import LEFT_BEHIND
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.time_accounting import Account
 from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
@@ -33,8 +34,7 @@ from paceline.team.live_migration import Migration, StateReceiver, digests
 from paceline.team.state_owner import StateOwner
 
 LARGE = 1 << 16  # least bytes of a tensor that is handed over in its own message
-PAUSE = 0.05  # seconds between two looks at the orders
-REFUSED = 76  # exit code of a worker that missed steps of the team: it may join again as a newcomer
+PAUSE = 0.05  # seconds between two looks at the commands
 
 
 class ReformedError(PeerLostError):
@@ -149,6 +149,9 @@ class Transactions:
         self.refusal: UsageError | None = None  # why this process may not take part in the team
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: tuple[Any, Any] = None, None  # the last settled values, and the result
+        self._took_over = False  # whether this worker took over another one's state since the last loss
+        # When this worker began to enter a generation: its `done`, and the generation of its attempt, if it had one.
+        self._stood_at: tuple[int, int | None] = 0, None
         self._is_announced = False  # whether the agent knows that this worker is ready
         faults = FaultInjector(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
         self._faults = faults
@@ -158,7 +161,7 @@ class Transactions:
         self.migration = Migration(self.worker, self._key)
         self.ahead = True  # whether this worker has the sums of steps, which newcomers receive ahead
         self._followed = False  # whether much of the state came ahead
-        self.orders = AgentCommands(world.orders_fd, self._on_urgent_generation, self._meet_newcomers)
+        self.commands = AgentCommands(world.orders_fd, self._on_urgent_generation, self._meet_newcomers)
 
     def _key(self, salt: str) -> bytes:
         """The key of a connection over which the state goes."""
@@ -177,23 +180,23 @@ class Transactions:
     @property
     def newcomers(self) -> bool:
         """Whether a generation waits for the end of a step, such as one with newcomers."""
-        return self.orders.has_newer(self.number)
+        return self.commands.has_newer(self.number)
 
     @property
     def interrupted(self) -> bool:
         """Whether this worker must enter a generation at once: every collective fails until it does."""
-        return self.orders.has_newer(self.number, at_once=True)
+        return self.commands.has_newer(self.number, at_once=True)
 
     @property
     def merge(self) -> list[int] | None:
         """The islands in the merge of the present turn, once that is decided; an empty list if the merge is void."""
-        decision = self.orders.merge
+        decision = self.commands.merge
         present = (decision.get("turn"), decision.get("number")) == (self.done, self.number)
         return list(decision["islands"]) if present else None
 
     def await_merge(self, ends: Callable[[], bool]) -> None:
         """Waits until the merge is decided or `ends()` is true. PeerLostError: another generation forms."""
-        self.orders.wait_until(lambda: self.interrupted or self.merge is not None or ends())
+        self.commands.wait_until(lambda: self.interrupted or self.merge is not None or ends())
         if self.interrupted:
             raise ReformedError("another generation is forming", "wait")
 
@@ -207,10 +210,10 @@ class Transactions:
         if self._faults is not None and self.state_owner is not None:
             self._faults.reached(moment, self.state_owner.step, len(self.members))
 
-    def _on_urgent_generation(self, order: Generation) -> None:
+    def _on_urgent_generation(self, generation: Generation) -> None:
         with self._entering:
-            if order.number > self.number:  # else it is under way, or done
-                self._group.interrupt(ReformedError(f"generation {order.number} is forming", "wait"))
+            if generation.number > self.number:  # else it is under way, or done
+                self._group.interrupt(ReformedError(f"generation {generation.number} is forming", "wait"))
 
     def _meet_newcomers(self, coming: Coming) -> None:
         if self._group.rank == 0 and not self.waiting:
@@ -218,13 +221,13 @@ class Transactions:
 
     def between_steps(self) -> None:
         """Between two steps: sends the state ahead to newcomers on other hosts, and waits if the agent asks for it."""
-        if self.orders.coming:
-            self._meet_newcomers(self.orders.coming)
+        if self.commands.coming:
+            self._meet_newcomers(self.commands.coming)
         if self.state_owner is not None:
             self.migration.begin_sending(self.state_owner.hand_over, self.state_owner.step_bytes)
-        if self.orders.paused_by_agent:
+        if self.commands.paused_by_agent:
             with self.account.of("paused"), HEARTBEAT.waiting():
-                while self.orders.paused_by_agent and not self.orders.has_newer(self.number):
+                while self.commands.paused_by_agent and not self.commands.has_newer(self.number):
                     time.sleep(PAUSE)
 
     # -- one transaction ----------------------------------------------------------------------------------------
@@ -298,7 +301,7 @@ class Transactions:
         self._charge(tried, ended)
         if ended:
             attempt.result = self._last[1]
-            attempt.taken = self._last if self._took else None
+            attempt.taken = self._last if self._took_over else None
         return ended
 
     def end(self, attempt: Attempt) -> None:
@@ -339,9 +342,9 @@ class Transactions:
                 self.world.tell("waiting", at=taker.at)
                 with HEARTBEAT.waiting():
                     self._followed |= taker.follow(self.state_owner, self._first, partial(self.world.tell, "current"))
-                if self.worker in (order := self.orders.wait(self.number)).members:
+                if self.worker in (generation := self.commands.wait(self.number)).members:
                     break
-                self.number = order.number
+                self.number = generation.number
         self._form(None, None)
         self.waiting = False
 
@@ -367,9 +370,9 @@ class Transactions:
             self._form(None, None)
 
     def _first(self) -> int | None:
-        """The first worker of the generation that this worker is to enter, once there is one."""
-        order = self.orders.newest
-        return order.members[0] if order is not None and self.worker in order.members else None
+        """The first worker of the generation that this worker enters next, once there is one."""
+        generation = self.commands.newest
+        return generation.members[0] if generation is not None and self.worker in generation.members else None
 
     def _form(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
         """Enters the newest generation; returns whether the attempt has been completed meanwhile."""
@@ -377,63 +380,67 @@ class Transactions:
             return self._enter(error, attempt)
 
     def _enter(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
+        """As `_form`. Waits for a generation, connects its members, and brings them to the same transaction; again with
+        the next generation whenever a peer is lost meanwhile, this worker is no member, or newcomers are to follow.
+        """
         began = time.monotonic()
-        self._took = False
+        self._took_over = False
         done = self._tx.done
-        self._stood = done, None if attempt is None else self._tx.generation
+        self._stood_at = done, None if attempt is None else self._tx.generation
         if attempt is not None and self._tx.moment is not Moment.PREPARED:
             self._void(attempt)
         while True:
             lost = error is not None and not self.waiting
             alone = partial(self.world.tell, "alone", number=self.number) if lost else None
             with self.account.of("paused" if self.hold else "forming"):
-                order = self.orders.wait(self.number, lost, alone)
-            slept = order.at_once > self.number
+                generation = self.commands.wait(self.number, lost, alone)
+            after_loss = generation.at_once > self.number  # else it leaves out only workers that asked for it
             with self._entering:
-                self.number = order.number
-            if self.worker not in order.members:
-                self._refused(slept)
+                self.number = generation.number
+            if self.worker not in generation.members:
+                self._on_left_out(after_loss)
                 continue
-            self.migration.enter(order.members)
+            self.migration.enter(generation.members)
             repeats = False
             try:
-                self._group.form(order.world(self.world, self.worker), lambda: self.orders.has_newer(self.number, True))
+                world = generation.world(self.world, self.worker)
+                self._group.form(world, lambda: self.commands.has_newer(self.number, at_once=True))
                 if self.state_owner is None:
                     self._group.declare(f"the beginning of generation {self.number}", kind="forming")
                 else:
                     repeats = self._resolve(attempt if self._tx.done == done else None)
-                self.members, self.hold, self._detection = order.members, order.hold, order.detection
+                self.members, self.hold, self._detection = generation.members, generation.hold, generation.detection
                 if self._faults is not None:
                     self._faults.formed()
                 if self.state_owner is not None:
-                    self.state_owner.formed(order, time.monotonic() - began)
+                    self.state_owner.formed(generation, time.monotonic() - began)
             except PeerLostError as again:
                 error = again
                 continue
             self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
-            if not (order.admits and repeats):
+            if not (generation.admits and repeats):
                 break
-            error = None
+            error = None  # another generation follows at once, with newcomers; no peer is lost
         return attempt is not None and self._tx.done > done
 
-    def _refused(self, slept: bool) -> None:
-        """Ends this worker, which the new generation leaves out because it asked to leave or counted as lost. A
-        newcomer waits on.
+    def _on_left_out(self, after_loss: bool) -> None:
+        """Ends this worker, which the new generation leaves out: because it asked to leave or, `after_loss`, because
+        it counts as lost. A newcomer waits on.
         """
-        if not slept and not self.waiting:
+        if not after_loss and not self.waiting:
             raise LeftError
         if not self.waiting:
             self._come_back_as_new("was suspended while the team changed")
 
     def _is_left_behind(self, done: int, applied_in: int) -> bool:
         """Whether the team has done more than what this worker attempted, or did that without it."""
-        before, generation = self._stood
+        before, generation = self._stood_at
         return done > before + 1 or (done > before and applied_in != generation)
 
     def _come_back_as_new(self, why: str) -> Never:
         """Ends this worker, whose script is not at the same point as the others'."""
         say(f"paceline: worker {self.worker} {why}, and exits")
-        os._exit(REFUSED)
+        os._exit(LEFT_BEHIND)
 
     def _resolve(self, attempt: Attempt | None) -> bool:
         """Brings all members to the same transaction. Returns whether all repeat it, and newcomers may enter before."""
@@ -494,7 +501,7 @@ class Transactions:
                     self._come_back_as_new("missed steps of the team")
                 holder.take_over(state, newcomer)
                 tx.taken(done, applied_in)
-                self._last, self._took, self._followed = (last[0], last[1]), True, False
+                self._last, self._took_over, self._followed = (last[0], last[1]), True, False
 
     def _give(self, tree: Any, taker: int) -> None:
         """Sends what the taker does not have: small tensors together, each large one by itself, without a copy."""

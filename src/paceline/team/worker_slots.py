@@ -25,7 +25,7 @@ class WorkerReport:
     `replica` is the number of workers that hold the model together. A newcomer is `waiting` to be admitted; `at` is the
     address where it receives the state beforehand (host, port, salt), and `current` means that it has the state, or
     that no worker sends it. `formed` is the last generation that it entered, `alone` the one in which it misses others.
-    It computed `wrong` values in so many attempts at steps that were verified.
+    `wrong` counts the attempts at verified steps in which it computed wrong values.
     `failed` describes its exception, which is `final` if another worker would raise it as well. The worker has been
     `stopped` (SIGSTOP) for `since` seconds. `hung` is the line at which it hung and was ended, `stands` a text for the
     console about a worker that makes no progress. `status` is its exit code, `why` says how it ended, `cause` what else
@@ -132,14 +132,14 @@ def left_of(lost: Iterable[int], slots: Mapping[int, WorkerSlot], logs: Mapping[
 
 
 def generation_of(
-    order: Announcement | None, slots: Mapping[int, WorkerSlot], more: Mapping[str, Any]
+    announcement: Announcement | None, slots: Mapping[int, WorkerSlot], more: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The message to agents about the newest generation, if there is one."""
-    if order is None:
+    if announcement is None:
         return None
-    first = slots.get(order.members[0])
+    first = slots.get(announcement.members[0])
     store = list(first.report.store) if first else ["", 0]
-    return {"number": order.number, "members": list(order.members), "store": store, **more}
+    return {"number": announcement.number, "members": list(announcement.members), "store": store, **more}
 
 
 def pause_of(slot: WorkerSlot) -> float:
@@ -152,17 +152,17 @@ def go_on(members: Collection[int]) -> str:
     return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"
 
 
-def state_of(number: int, slot: WorkerSlot, roster: Membership) -> dict[str, Any]:
+def state_of(number: int, slot: WorkerSlot, membership: Membership) -> dict[str, Any]:
     """What /status shows of a worker."""
     report = slot.report
     if slot.out or report.declined:
         state = "out"
     elif report.status is not None:
         state = f"ended with {report.status}"
-    elif number in roster.leaving:
+    elif number in membership.leaving:
         state = "leaving"
-    elif number in roster.members:
-        state = "member" if number in roster.entered else "forming"
+    elif number in membership.members:
+        state = "member" if number in membership.entered else "forming"
     else:
         serves = number >= SERVERS and report.at is not None
         state = "serving" if serves else "spare" if slot.spare else "waiting" if report.waiting else "starting"

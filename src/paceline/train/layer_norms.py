@@ -1,4 +1,4 @@
-"""Computes the norms of each layer's weights and gradients, whatever the plan has made of them."""
+"""Computes the norms of each layer's weights and gradients, the same under every plan."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _parts(tensor: torch.Tensor, blocks: Sequence[Block] | None) -> list[torch.T
 
 
 def _local_squares(replica: Replica) -> Squares:
-    """The squares of the elements that this worker counts; None for a gradient that there is not."""
+    """The squares of the elements that this worker counts; None for a gradient that does not exist."""
     updater = replica.updater
     weights, gradients = _norms_of(replica, _rows(replica)), dict[str, Sequence[torch.Tensor]]()
     if updater.has_gradients:

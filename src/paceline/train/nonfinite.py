@@ -1,6 +1,6 @@
 """Finds the module, parameter or rows behind a loss or gradient that is not finite.
 
-Nothing of that counts.
+What it computes for that has no effect on the training.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _kind(values: Any, masks: bool = False) -> str:
             kind = "-inf" if not local_part.is_complex() and local_part.max() < math.inf else "inf"
         if not (masks and kind == "-inf" and not tensor.requires_grad):
             kinds.add(kind)
-    return max(kinds, default="")  # in this order
+    return max(kinds, default="")  # in alphabetical order, the worst comes last
 
 
 @dataclass
@@ -73,11 +73,11 @@ class _Call:
 
 
 @dataclass
-class _Seen:
-    """Observes a forward module by module. `first` names the cause of the first output that is not finite."""
+class _ForwardTrace:
+    """Observes a forward module by module. `first` is the cause of the first output that is not finite."""
 
     model: nn.Module
-    spoiled: Sequence[str]  # parameters that are not finite
+    bad_params: Sequence[str]  # parameters that are not finite
     batch: Any
     first: Diagnosis | None = None
     calls: list[_Call] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Seen:
         themselves.
         """
         prefix = f"{within}." if within else ""
-        if bad := next((name for name in self.spoiled if within is not None and name.startswith(prefix)), None):
+        if bad := next((name for name in self.bad_params if within is not None and name.startswith(prefix)), None):
             return f"the parameter {bad!r} was not finite before the step", _SPOILED
         if within is None and (input_kind := _kind(self.batch, masks=True)):
             return f"these rows contain {input_kind}", _ROWS
@@ -123,7 +123,7 @@ class _Seen:
             self.first = self._blame(None, kind)
         if self.first is not None or not (kind := _kind(loss)):
             return self.first
-        if self.spoiled:  # and it is the loss that uses it
+        if self.bad_params:  # and it is the loss that uses it
             return self._blame("", kind)
         input_kind = _kind(self.batch, masks=True)
         return (
@@ -163,15 +163,15 @@ class Refusal:
     def of_loss(self) -> NonFiniteLossError:
         """Returns the error of a loss that is not finite. Collective."""
         group, model = self.group, self.replica.job.model
-        bad_params = [name for name, param in model.named_parameters() if _kind(param)]
-        reports = group.gather_json([[] if self.sums is None else self.sums.bad_samples, bad_params])
+        own_bad_params = [name for name, param in model.named_parameters() if _kind(param)]
+        reports = group.gather_json([[] if self.sums is None else self.sums.bad_samples, own_bad_params])
         bad = [(rank, rows) for rank, (listed, _) in enumerate(reports) for rows in listed]
         named = "; ".join(f"worker {group.names[rank]}: {rows}" for rank, rows in bad[:2])
         named += f" and {len(bad) - 2} more" if len(bad) > 2 else ""
         what, cure = "", _LOOK
-        if bad and self._by_itself:
-            spoiled = [name for name, _ in model.named_parameters() if any(name in listed for _, listed in reports)]
-            causes = [one for one in group.gather_json(self._forward(*bad[0], spoiled)) if one]
+        if bad and self._runs_alone:
+            bad_params = [name for name, _ in model.named_parameters() if any(name in listed for _, listed in reports)]
+            causes = [one for one in group.gather_json(self._forward(*bad[0], bad_params)) if one]
             what, cure = causes[0] if causes else (what, cure)
         return self._error(f"the loss of {self.which} is not finite ({named})" + (what and f": {what}"), cure)
 
@@ -179,7 +179,7 @@ class Refusal:
         """Returns the error of a gradient that is not finite though the loss is. Collective."""
         job, names, where = self.replica.job, list(self.replica.job.named), self.replica.error_feedback.blame()
         what = f"the gradient of {self.which} is not finite{where}, though its loss is ({loss:.6g})"
-        if self._by_itself:
+        if self._runs_alone:
             sums = enumerate(row.grad for row in self.replica.updater.rows)
             first_bad = next(([number, _kind(grad), ""] for number, grad in sums if _kind(grad)), None)
             if not self.replica.layout.gathers and job.over is None:
@@ -194,11 +194,11 @@ class Refusal:
         return NonFiniteLossError(what, f"the {turn} was not applied; {cure}")
 
     @property
-    def _by_itself(self) -> bool:
-        """Whether one worker can run a micro-batch without others, except for weights that they hold."""
+    def _runs_alone(self) -> bool:
+        """Whether one worker can run a micro-batch without others, except for weights that it gathers from them."""
         return self.replica.mesh.unit == 1 == self.replica.mesh.expert
 
-    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> Diagnosis | None:
+    def _forward(self, rank: int, rows: str, bad_params: list[str]) -> Diagnosis | None:
         """Runs the forward again. Returns the cause of the bad loss in the rows that the worker of this rank names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad_samples
         mesh, own_rank, gathers = replica.mesh, self.group.rank, replica.layout.gathers
@@ -210,10 +210,10 @@ class Refusal:
         elif own_rank != rank:
             return None
         cause: Diagnosis | None = None
-        with self._quietly(), replica.layout.running(self.which), torch.set_grad_enabled(not gathers):
-            for one in candidates:  # also those before it, which may have left something in buffers
-                seen = _Seen(replica.job.model, spoiled, one.batch)
-                verdict = seen.judge(*self._again(one, seen)[:2])
+        with self._without_effects(), replica.layout.running(self.which), torch.set_grad_enabled(not gathers):
+            for one in candidates:  # also earlier ones, which may have changed buffers
+                seen = _ForwardTrace(replica.job.model, bad_params, one.batch)
+                verdict = seen.judge(*self._rerun(one, seen)[:2])
                 if verdict is not None and Chunk([one], None).source in bad:
                     cause = verdict
                     break
@@ -224,14 +224,14 @@ class Refusal:
         micro-batches.
         """
         params = [(n, param) for n, param in enumerate(self.replica.job.named.values()) if param.requires_grad]
-        with self._quietly():
+        with self._without_effects():
             for one in (one for one in self.micro_batches if not one.is_dummy):
-                seen, bad = _Seen(self.replica.job.model, (), None), list[Any]()
-                _, loss, end = self._again(one, seen)
+                seen, bad = _ForwardTrace(self.replica.job.model, (), None), list[Any]()
+                _, loss, end = self._rerun(one, seen)
                 assert loss is not None
                 total = loss.mul(1.0 / self.options.expected)
                 for node in nodes_of(total):
-                    node.register_hook(partial(_looked, node, bad))
+                    node.register_hook(partial(_collect_maker, node, bad))
                 grads = torch.autograd.grad(total, [param for _, param in params], allow_unused=True)
                 pairs = zip(params, grads, strict=True)
                 if (first := next(((n, _kind(g)) for (n, _), g in pairs if _kind(g)), None)) is not None:
@@ -241,7 +241,7 @@ class Refusal:
                     return [*first, more]
         return None
 
-    def _again(self, one: MicroBatch, seen: _Seen) -> tuple[Any, torch.Tensor | None, int]:
+    def _rerun(self, one: MicroBatch, seen: _ForwardTrace) -> tuple[Any, torch.Tensor | None, int]:
         """Runs a micro-batch as in the step. Returns its output, the sum of its losses (None for a loss over the whole
         batch), and the number of autograd nodes between the two.
         """
@@ -258,7 +258,7 @@ class Refusal:
             return output, Loss.of(job.loss(output, one.batch), Chunk([one], one.batch), trainable=True).total, end
 
     @contextmanager
-    def _quietly(self) -> Iterator[None]:
+    def _without_effects(self) -> Iterator[None]:
         """Undoes all effects of the context, and ignores errors of the user's code."""
         runner = self.replica.runner
         runner.guard.undo()
@@ -269,7 +269,7 @@ class Refusal:
             runner.guard.undo()
 
 
-def _looked(node: Any, bad: list[Any], into: Any, out: Any) -> None:
-    """A backward hook: collects nodes that make a non-finite gradient of finite ones."""
+def _collect_maker(node: Any, bad: list[Any], into: Any, out: Any) -> None:
+    """A backward hook: notes the first node that makes a non-finite gradient of finite ones."""
     if not bad and _kind(into) and not _kind(out):
         bad.append(node)

@@ -46,10 +46,11 @@ def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) ->
 
 
 class Replica:
-    """This worker's copy or part of the model. A step calls `run`, `agree`, `norm`, `update` and `complete`; until
-    `update` it can be undone by `abort`. `group` are all workers, and `team` those that make a step together. `outer`
-    are the workers with the same shard: their gradients are summed, between hosts with the `codec`. `counted` has the
-    blocks of each dense parameter that this worker counts in norms; None: all that it holds.
+    """This worker's copy or part of the model. A step calls `run`, `agree`, `norm`, `update` and `complete`, in this
+    order; until `update` it can be undone by `abort`. `group` are all workers, and `team` those that make a step
+    together. `outer` are the workers with the same shard, over which gradients are summed; between hosts the `codec`
+    compresses them. `counted` has the blocks of each dense parameter that this worker counts in norms; None: all that
+    it holds.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Replica:
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers and schedulers, made for the trainable parameters that this worker holds."""
         self.updater.build(optimizers, schedulers)
-        if self.mesh.replica > 1:  # the model was made part by part, and as much was freed
+        if self.mesh.replica > 1:  # making the model part by part has freed much memory
             give_back()
 
     def rebind(self) -> None:
@@ -204,9 +205,9 @@ class Replica:
         if not self.runner.guard.carried.is_empty:
             self.runner.guard.carried.merge(sums.records)
         counts, feedback, params = agreed.count > 0, self.error_feedback, self.grad_buffers.local_params
-        if not counts and self.codec is not None:  # what was sent is not used: codecs keep what they have
+        if not counts and self.codec is not None:  # the sums are not used, so codecs keep their former residuals
             self.codec.kept.void()
-        if counts and agreed.unused and (feedback.pending_residual or feedback.differs):  # which may give a gradient
+        if counts and agreed.unused and (feedback.pending_residual or feedback.differs):  # residuals may be gradients
             unused = [number for number in agreed.unused if (grad := params[number].grad) is None or not grad.any()]
             agreed = replace(agreed, unused=tuple(unused))
         self.updater.apply(agreed, options, norm)

@@ -1,4 +1,4 @@
-"""A step of the team: while it is computed, and as the user sees it."""
+"""A step of the team: the step that is being computed, and the `StepReport` that the user gets of it."""
 
 from __future__ import annotations
 
@@ -49,31 +49,25 @@ class StepReport:
 
 @dataclass
 class Step:
-    """A step that is being computed, and its result. One turn of the user's loop may have several `steps`.
+    """A step that is being computed, and its result. One turn of the user's loop may have several `steps`."""
 
-    `number` counts the trainer's steps before it. `lr` is the first group's learning rate in it and `scale` that of the
-    loss. `batch` is this worker's part of the global batch, `sums` are its sums; they are None if the state of another
-    worker was taken over with the step. `agreed` is what all workers know of it, `norm` that of the mean gradient,
-    `news` are the messages of all workers to the user by kind, `spent` are this worker's seconds by part.
-    """
-
-    number: int
-    lr: float
+    number: int  # of the trainer's steps before it
+    lr: float  # of the first parameter group
     name: str = ""  # of its collectives
-    scale: float = 1.0
+    scale: float = 1.0  # of the loss
     generation: int = -1  # in which it was computed last
-    digest: float | None = None  # of the weights before it, where they are compared
-    ahead: Migration.StateStream | None = None  # what newcomers hear of it
-    batch: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
+    digest: float | None = None  # of the weights before it, where workers compare them
+    ahead: Migration.StateStream | None = None  # sends the step to newcomers that are not admitted yet
+    batch: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))  # this worker's part of the global batch
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: StepOptions = field(default_factory=partial(StepOptions, 0, 1.0, 0))
     steps: int = 1
-    whose: str = ""  # of an island, which has steps of its own
-    sums: StepSums | None = None
-    agreed: Agreed = NOTHING
-    norm: float = 0.0
-    news: dict[str, tuple[str, str]] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
+    of_island: str = ""  # " of island 2" in messages about a step of one island
+    sums: StepSums | None = None  # of this worker; None if it took over another worker's state with the step
+    agreed: Agreed = NOTHING  # the values that all workers know of the step
+    norm: float = 0.0  # of the mean gradient
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)  # all workers' messages to the user, by kind
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of this worker, by part of the step
     began: float = 0.0  # when the present attempt began
     computed: float = 0.0  # when this worker's own gradients were complete
     waited: float = 0.0  # seconds of forward and backward for workers of other units
@@ -84,7 +78,7 @@ class Step:
         return self.number + self.steps
 
     def report(self) -> StepReport:
-        """Returns what the user sees of it."""
+        """Returns the report of the step for the user."""
         agreed = self.agreed
         loss = agreed.loss / agreed.count if agreed.count else math.nan
         metrics = {name: total / count if count else math.nan for name, (total, count) in agreed.metrics.items()}

@@ -1,4 +1,4 @@
-"""What the steps of one trainer share under every plan: the parts that compute them, and what they carry on."""
+"""What the steps of one trainer share under every plan: the parts that compute them, and state that outlives a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import share_of_sums
 from paceline.plan import Plan
-from paceline.session.consistency import Weights
+from paceline.session.consistency import WeightsComparison
 from paceline.session.run import Run
 from paceline.session.worker_batch import WorkerBatch
 from paceline.train.bit_flips import BitFlips
@@ -36,7 +36,7 @@ from paceline.train.worker_shares import WorkerShares
 
 
 class Batches(Protocol):
-    """Where the rows of a step come from. `title` names the collectives of a step, with a place for its number.
+    """Where the rows of a step come from. `title` names the collectives of a step; ``{}`` in it is the step's number.
 
     `admits` says whether newcomers may enter the team before a failed attempt at the step is repeated: only in the
     outermost loop, because the script of a newcomer begins with such a step.
@@ -59,7 +59,7 @@ class Batches(Protocol):
 
 
 class StepContext:
-    """The parts of one trainer's steps, and the state that they carry on.
+    """The parts of one trainer's steps, and the state that goes from one step to the next.
 
     `done` counts steps. `expected` is the count of the last global batch, by which gradients are divided before the
     present count is known. `group` are the workers who make a step together. `shares` says which micro-batches are this
@@ -76,7 +76,7 @@ class StepContext:
         plan: Plan,
         streams: RngState,
         merging: MergePolicy,
-        weights: Weights,
+        weights: WeightsComparison,
         grid: Grid | None,
     ) -> None:
         self.reporter = run.reporter
@@ -93,15 +93,15 @@ class StepContext:
         self.notes = StepNotes(run, trainer, job)
         self.figures = StepFigures(run, trainer, job, plan)
         self.noise = GradNoiseScale()
-        self.bound_generation: int | None = None  # the one whose group gave the memory of gradient sums
-        # Whether this worker wants the team to stop, if that does not follow from the signals that it got.
+        self.bound_generation: int | None = None  # whose group has allocated the memory of gradient sums
+        # Returns whether this worker asks the team to stop; None: it does if it got a signal.
         self.stops: Callable[[], bool] | None = None
-        self.on_new_generation: Callable[[], None] | None = None  # after `rebind`, what the plan needs besides
+        self.on_new_generation: Callable[[], None] | None = None  # called after `rebind`, for plans that need more
         self.waiting_since = time.perf_counter()  # when the last step ended
         self.layout: VectorLayout | None = None
-        self.updated = 0.0  # seconds of the last update
-        self.spent: dict[str, float] = {}  # by the last step
-        self.kinds = {name: (param.dtype, param.device) for name, param in job.named.items()}  # at the beginning
+        self.update_seconds = 0.0  # seconds of the last update
+        self.last_spent: dict[str, float] = {}  # seconds of the last step, by part
+        self.kinds = {name: (param.dtype, param.device) for name, param in job.named.items()}  # when it was made
         replica.error_feedback.trainer = trainer
         run.trainers.error_feedback.append(replica.error_feedback)
         if self.transactions.fault_point is not None and not trainer:
@@ -134,23 +134,23 @@ class StepContext:
         )
 
     def note_computed_state(self) -> None:
-        """Finds what the code of a step has changed in `trainer.state`."""
+        """Notes which values of `trainer.state` the loss, the forward or the dataset has changed in a step."""
         for state in self.run.trainers.states:
             if state:
-                state.step_computed()
+                state.note_changes()
 
     def restore_state(self) -> None:
-        """Restores what the code of a step has changed in `trainer.state`."""
+        """Restores the values of `trainer.state` that code of a step changes, before the step is computed again."""
         for state in self.run.trainers.states:
             if state:
-                state.step_again()
+                state.undo_step()
 
     # -- a new generation ---------------------------------------------------------------------------------------
 
     def rebind(self, name: str) -> None:
-        """Prepares for the first step of a generation: takes memory from its group, and shares what each worker knows
-        of speeds and links. Collective. It does not happen earlier, since newcomers reach the places where a script
-        makes its trainers at other times than the other workers.
+        """Prepares for the first step of a generation: takes memory from its group, and exchanges what workers know of
+        speeds and links. Collective. This waits for the first step, because newcomers make their trainers at other
+        times than the other workers, but all make the first step of a generation together.
         """
         operations, group = self.transactions, self.run.team.group
         balance, feedback = self.shares.balance, self.replica.error_feedback
@@ -174,7 +174,7 @@ class StepContext:
             self.run.reporter.say(": ".join(decided), once=True)
         if feedback.go_on(chosen, new):
             self.choose_codecs(anew=False)
-        self.layout, self.bound_generation, self.updated = None, operations.number, 0.0
+        self.layout, self.bound_generation, self.update_seconds = None, operations.number, 0.0
         if self.on_new_generation is not None:
             self.on_new_generation()
 
@@ -185,8 +185,8 @@ class StepContext:
             self.run.reporter.say(what)
 
     def current_assignment(self) -> Assignment:
-        """Returns the assignment in the present team, also before its first step: then nobody knows what the others
-        know of the workers' speed, and shares are equal.
+        """Returns the assignment in the present team. Before its first step, the workers' speeds have not been
+        exchanged yet, and shares are equal.
         """
         return self.shares.assignment if self.bound_generation == self.transactions.number else self.shares.equal()
 
@@ -195,7 +195,7 @@ class StepContext:
         agreed values.
         """
         if self.bound_generation != self.transactions.number:
-            self.rebind("a step of others")
+            self.rebind("a step before this worker joined")
         if len(message) == 2:
             index, bucket_sum = message
             self.replica.grad_buffers.sums[index].copy_(bucket_sum)

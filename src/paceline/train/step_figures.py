@@ -9,16 +9,16 @@ from typing import Any
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.plan import Plan
+from paceline.session.process_memory import memory_now, peak_memory
 from paceline.session.run import Run
-from paceline.session.validation import memory_now, peak_memory
 from paceline.train.step import Step
 
 
 class StepFigures:
     """What one trainer's steps have taken on this worker so far.
 
-    `made` counts them. The first one, in which much is looked at, is left out of the following: `busy` are the seconds
-    of forward and backward, and `waited` those in them in which others were waited for.
+    `made` counts the steps. `busy` are their seconds of forward and backward, without the first step, in which much is
+    examined once; in `waited` of these seconds, this worker waited for others.
     """
 
     def __init__(self, run: Run, trainer: int, job: ParallelJob, plan: Plan) -> None:
@@ -43,12 +43,12 @@ class StepFigures:
             self._micro_batches = step.batch.count
 
     def measure(self, held: dict[str, int], besides: int) -> list[dict[str, Any]]:
-        """Returns the predicted and the measured memory and traffic of a step on this worker, which holds so many bytes
-        by category. `besides` are the bytes of the process that belong to others.
+        """Returns the predicted and the measured memory and traffic of a step on this worker. `held` are the bytes that
+        the trainer holds, by category, and `besides` the bytes of the process that belong to other trainers.
         """
         plan, run = self._plan, self._run
         mesh, peak = plan.mesh(run.team.size), peak_memory(self._job.device)
-        # Of trainers in turn an earlier one may have been larger.
+        # The peak may be that of an earlier trainer, which was larger.
         process_bytes = peak if peak > self._peak or len(run.trainers.members) <= 1 else memory_now(self._job.device)
         held["process"] = max(process_bytes - besides, sum(held.values()))
         run.reporter.journal.write("memory", trainer=self._trainer, **held)

@@ -1,4 +1,4 @@
-"""Tells people what steps show: news of workers, steps in which nothing counts, parameters without a gradient."""
+"""Notes to the user about steps: news of workers, steps in which no row counts, parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.train.step import Step
 
 class StepNotes:
     """The notes of one trainer, each kind once. `news` is what this worker observed, by kind: what, and why if it is a
-    decision. `announced` are the kinds that people have been told of.
+    decision. `announced` are the kinds that the user has been told.
     """
 
     def __init__(self, run: Run, trainer: int, job: TrainingJob) -> None:
@@ -35,7 +35,7 @@ class StepNotes:
 
     def _announce(self, news: dict[str, tuple[str, str]], done: int) -> None:
         """Announces news of the workers: as a decision with its reason, or as a note to the user."""
-        if "keeps" in self.announced | news.keys():  # then nobody knows whether it is a sum
+        if "keeps" in self.announced | news.keys():  # then it is not known whether the loss is a sum over rows
             news.pop("mixes", None)
         for kind in sorted(news.keys() - self.announced):
             self.announced.add(kind)

@@ -1,6 +1,6 @@
-"""Who observes the steps of a trainer, and who adds fields to their vectors. A step itself names none of them.
+"""Registers what observes the steps of a trainer, and what adds fields to their vectors. A step names none of it.
 
-Only what is on is registered: what the plan, the team or the run folder leaves out costs a step no call.
+Only what is on is registered: a feature that the plan, the team or the run folder leaves out costs a step no call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.train.step_context import StepContext
 
 
 def register_observers(context: StepContext) -> None:
-    """Registers who adds fields to the vectors of a trainer's steps, and who observes these once they count."""
+    """Registers what adds fields to the vectors of a trainer's steps, and what observes the steps once they count."""
     run, replica, plan, add = context.run, context.replica, context.plan, context.contributions.append
     is_alone = run.team.size == 1 and not context.transactions.elastic
     if run.checkpoints.storage is not None:
@@ -27,7 +27,7 @@ def register_observers(context: StepContext) -> None:
     if replica.codec is not None:
         add(lambda: {"tune": replica.error_feedback.wishes})
     if not is_alone:
-        add(lambda: {"look": context.group.rank == 0 and context.group.size > 1 and context.weights.wish})
+        add(lambda: {"look": context.group.rank == 0 and context.group.size > 1 and context.weights.has_time})
     observe = context.observers.append
     if replica.codec is not None or not is_alone:
         observe(partial(observe_links, context))
@@ -41,7 +41,7 @@ def register_observers(context: StepContext) -> None:
         observe(context.weights.observe)
     if context.job.skeleton is not None and not run.check.asks:
         observe(FlopsObserver(context))
-    observe(lambda step: run.agreed(step.agreed))
+    observe(lambda step: run.record_agreed(step.agreed))
 
 
 class FlopsObserver:
@@ -57,13 +57,14 @@ class FlopsObserver:
         context = self._context
         if time.monotonic() - self._begun < self.AFTER:
             return
-        context.observers = [one for one in context.observers if one != self]  # not the list that is gone through now
+        # A new list, because `publish` iterates the present one.
+        context.observers = [one for one in context.observers if one != self]
         skeleton, context.job.skeleton = context.job.skeleton, None
         if context.run.team.group.rank or skeleton is None or not step.batch.share:
             return
         micro_batch, device = step.batch.share[0], context.job.device
         for state in context.run.trainers.states:  # the forward may change it
-            state.step_begins()
+            state.begin_step()
         with context.streams.preserved(), refusing_collectives():
             flops = skeleton.count(context.job.script_forward, micro_batch.batch, micro_batch.rows)
         context.restore_state()

@@ -1,4 +1,4 @@
-"""The verbs of a step, in order: load, forward and backward, reduce, repeat at a smaller loss scale, norm, update."""
+"""The verbs of a step, in order: load, forward and backward, reduce, repeat if need be, norm, update, publish."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def attempts(context: StepContext, undo: Callable[[], None] | None = None, admit
             undo()
         context.restore_state()
 
-    admits &= not context.run.trainers.error_feedback.differ  # which is summed before newcomers enter
+    # Residuals of compression that differ between workers are summed between two steps, before newcomers enter.
+    admits &= not context.run.trainers.error_feedback.differ
     return context.transactions.attempts("steps", undo_all, admits)
 
 
@@ -63,9 +64,10 @@ def open_attempt(context: StepContext, step: Step) -> None:
         context.transactions.fault_point("loading")
     for state in context.run.trainers.states:
         if state:
-            state.step_begins()
-    looks, context.weights.refused = context.run.team.group.size > 1 and context.weights.looks(step.number), True
-    step.digest = context.weights.digest_state() if looks else None
+            state.begin_step()
+    context.weights.refused = True  # until the update: the forwards of a refused step may have changed weights
+    is_compared = context.run.team.group.size > 1 and context.weights.compares_before(step.number)
+    step.digest = context.weights.digest_state() if is_compared else None
 
 
 def load_batch(context: StepContext, step: Step, batch: WorkerBatch | None) -> None:
@@ -108,7 +110,7 @@ def forward_backward(context: StepContext, step: Step) -> StepSums:
     sends_all_sums = bool(context.plan.exact or context.scaling or context.plan.local or context.job.sparse)
     step.ahead = migration.step(context.trainer, sends_all_sums) if migration.senders and migration.is_sending else None
     on_reduced = None if step.ahead is None else step.ahead.sum
-    # In the first step much is made that stays.
+    # Not in the first step, in which many values are set for good.
     counters = _counters(context) if context.figures.made == 1 and "keeps" not in notes.announced else None
     waited = HEARTBEAT.all_waited
     step.sums = sums = context.replica.run(step.batch.micro_batches, step.options, on_reduced)
@@ -123,17 +125,19 @@ def forward_backward(context: StepContext, step: Step) -> StepSums:
 def reduce(context: StepContext, step: Step) -> Agreed:
     """Sums the step's vector over all workers, when all gradients have arrived. In the first step they agree on the
     names of the metrics before.
+
+    Of the workers that compute a micro-batch together, one reports its sums: else they would count several times.
     """
     group, batch, sums, notes = context.group, step.batch, step.sums, context.notes
     assert sums is not None
     if sums.news or context.job.news:
         notes.news |= sums.news | context.job.news
     speaks = context.replica.mesh.unit == 1 or context.replica.mesh.speaks(group.rank)
-    tells = speaks and sums.computed and not sums.failed
+    has_metrics = speaks and sums.computed and not sums.failed
     layout = context.layout
     if layout is None:
-        layout = context.layout = _first_layout(context, sorted(sums.metrics) if tells else None)
-    if tells and tuple(sorted(sums.metrics)) != layout.metrics:
+        layout = context.layout = _first_layout(context, sorted(sums.metrics) if has_metrics else None)
+    if has_metrics and tuple(sorted(sums.metrics)) != layout.metrics:
         what = f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}"
         raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
     if sums.records is not None and not speaks:
@@ -154,13 +158,14 @@ def reduce(context: StepContext, step: Step) -> Agreed:
         fields |= {"streams": 1.0, "read": batch.read, "read_squares": batch.read**2}
     for contribute in context.contributions:
         fields |= contribute()
-    seconds = context.updated + step.computed - step.began - step.waited
+    # The update comes later: that of the last step stands for it.
+    seconds = context.update_seconds + step.computed - step.began - step.waited
     metrics = sums.metrics if speaks else {}
     if layout.workers == 1 and not context.plan.exact:
         context.replica.agree(_NOTHING, sums, step.options)
         step.agreed = layout.alone(seconds, metrics, sums.unused, fields, step.digest or 0.0)
         return step.agreed
-    spent = context.spent | step.spent
+    spent = context.last_spent | step.spent
     packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
     rows = layout.rows(sums.parts if speaks else [], batch.count) if context.plan.exact else []
     vector = context.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options).tolist()
@@ -185,9 +190,9 @@ def must_repeat(context: StepContext, step: Step) -> bool:
         return False
     context.restore_state()
     context.replica.abort(again=True)
-    if agreed.failed:  # names of metrics may not be known yet
+    if agreed.failed:  # on some worker, perhaps before the names of its metrics were known
         step.options.merge, context.layout = 1, None
-    if divided:  # it draws, say, or fails: everybody takes whole ones
+    if divided:  # a part of a micro-batch gives another result, or fails: all workers compute undivided ones
         context.shares.divide(tested=False, strict=True)
     return True
 
@@ -201,7 +206,7 @@ def heals(context: StepContext, step: Step) -> bool:
 
 
 def examine(context: StepContext, step: Step) -> None:
-    """Collects the news of workers, and refuses a step that cannot be applied."""
+    """Gathers the workers' messages to the user and what else they wish, and refuses a step that cannot be applied."""
     if step.agreed.news:
         for worker_news in context.group.gather_json(context.notes.untold()):
             step.news = {**worker_news, **step.news}
@@ -230,7 +235,7 @@ def grad_norm(context: StepContext, step: Step) -> float:
 
 
 def update(context: StepContext, step: Step, norm: float) -> list[Any]:
-    """Changes the weights. Returns what a worker needs that takes the step over from another one."""
+    """Changes the weights. Returns the arguments of `take_over`, for workers that take over this worker's state."""
     sums, agreed, began = step.sums, step.agreed, time.perf_counter()
     assert sums is not None
     step.norm = norm
@@ -250,9 +255,9 @@ def update(context: StepContext, step: Step, norm: float) -> list[Any]:
 
 
 def account_update(context: StepContext, step: Step, began: float) -> None:
-    """Books the seconds of an update that began then, and those between the gradients and it."""
-    context.updated = time.perf_counter() - began
-    step.spent |= {"reduce": began - step.computed, "update": context.updated}
+    """Accounts for the seconds of an update that `began` then, and for those between the gradients and the update."""
+    context.update_seconds = time.perf_counter() - began
+    step.spent |= {"reduce": began - step.computed, "update": context.update_seconds}
 
 
 def complete(context: StepContext, step: Step) -> None:
@@ -267,7 +272,7 @@ def complete(context: StepContext, step: Step) -> None:
 def take_over(
     context: StepContext, step: Step, agreed: dict[str, Any], norm: float, lr: float, sizes: Sequence[int]
 ) -> None:
-    """Takes a step over that counts although this worker lost its own part: it has another worker's state now."""
+    """Sets a step that counts although this worker lost its part of it: it has taken over another worker's state."""
     context.weights.refused = False
     rows, epoch = sizes
     step.agreed, step.norm, step.lr, step.batch = Agreed(**agreed), norm, lr, WorkerBatch([], 0, rows, epoch)
@@ -285,17 +290,17 @@ def end_step(context: StepContext, step: Step, attempt: Attempt) -> Step | None:
 
 
 def publish(context: StepContext, step: Step) -> None:
-    """Hands a step that counts to all who observe steps."""
-    # The seconds since the last step's end that are none of the other parts.
+    """Hands a step that counts to the observers of steps."""
+    # The seconds since the end of the last step that belong to no other part, such as those of the script.
     step.spent["other"] = max(0.0, time.perf_counter() - context.waiting_since - sum(step.spent.values()))
-    context.spent = step.spent
+    context.last_spent = step.spent
     for observe in context.observers:
         observe(step)
     context.waiting_since = time.perf_counter()
     HEARTBEAT.step()
 
 
-# -- what they need
+# -- helpers
 
 
 def _counters(context: StepContext) -> Counters:
@@ -331,7 +336,7 @@ def _overflows(context: StepContext, step: Step, scaling: LossScale) -> bool:
 
 def _refusal(context: StepContext, step: Step) -> Refusal:
     computed = step.batch.micro_batches, step.options, step.sums
-    return Refusal(context.replica, context.group, f"step {step.number + 1}{step.whose}", *computed)
+    return Refusal(context.replica, context.group, f"step {step.number + 1}{step.of_island}", *computed)
 
 
 def _first_layout(context: StepContext, metric_names: list[str] | None) -> VectorLayout:

@@ -1,4 +1,4 @@
-"""Strategy: how the turns of a trainer's loop are made under its plan, as the trainer uses it; the one in lockstep."""
+"""How the turns of a trainer's loop are made under a plan: the interface `Strategy`, and that of plain steps."""
 
 from __future__ import annotations
 

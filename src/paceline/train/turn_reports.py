@@ -1,4 +1,4 @@
-"""The reports that workers exchange at the end of a turn of several steps, in which each went its own way."""
+"""The reports that workers exchange at the end of a turn of several steps that each has made by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.train.step_context import StepContext
 
 
 class BrokenOffError(Exception):
-    """The turn was broken off since a worker was asked to stop; nothing of it counts. `agreed` is what all know."""
+    """The turn was broken off because a worker was asked to stop; it does not count. `agreed`: what all know."""
 
     def __init__(self, agreed: Agreed) -> None:
         super().__init__("the step was interrupted")
@@ -32,7 +32,7 @@ def exchange_reports(
         "stop": run.notices.stop_signal is not None,
         "save": run.wants_save(step.steps),
         "enter": context.transactions.newcomers,
-        "look": group.rank == 0 and group.size > 1 and context.weights.wish,
+        "look": group.rank == 0 and group.size > 1 and context.weights.has_time,
         **run.checkpoints.fields,
     }
     state = {"trouble": trouble and [trouble.what, trouble.cure], "news": context.notes.untold()}

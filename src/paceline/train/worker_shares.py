@@ -25,7 +25,7 @@ class WorkerShares:
         self.assignment = run.team.get_assignment(mesh, together)
 
     def equal(self) -> Assignment:
-        """Returns the assignment of a team whose workers' speed nobody knows."""
+        """Returns the assignment of a team whose workers' speeds are not known: equal shares."""
         return self.run.team.get_assignment(self._mesh, self._together)
 
     def renew(self) -> None:
@@ -55,8 +55,8 @@ class WorkerShares:
     def observe(self, step: Step) -> None:
         """Updates the shares from the workers' seconds in a step.
 
-        Only in the generation that the step was computed in: its members know the same, and those of the next one tell
-        each other.
+        Only in the generation in which the step was computed: its members know the same, and the members of the next
+        one exchange what they know.
         """
         balance, agreed = self.balance, step.agreed
         if balance is None or step.generation != self.run.team.transactions.number:

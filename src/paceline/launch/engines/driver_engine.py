@@ -102,7 +102,7 @@ class DriverEngine(Engine):
         self._driver_output.close()
 
 
-def driver(module: str, asked: Mapping[str, Any], env: Mapping[str, str] | None = None) -> tuple[Any, Any, Any]:
+def start_driver(module: str, asked: Mapping[str, Any], env: Mapping[str, str] | None = None) -> tuple[Any, Any, Any]:
     """Starts a driver process. Returns its standard input and output, and a function that waits for its end."""
     command = [sys.executable, "-m", f"paceline.launch.engines.{module}", json.dumps(asked)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env)
@@ -116,13 +116,13 @@ class Bridge(Protocol):
         """Ends the host and closes the connection to the process that asked for it."""
 
 
-def reach(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Checks that a program listens at an address; OSError if not. The engine itself would wait for over a minute."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), REACH).close()
 
 
-def keep(input_fd: int, tell: Callable[..., None], placed: Sequence[str], begin: Callable[..., Bridge]) -> None:
+def serve_hosts(input_fd: int, tell: Callable[..., None], placed: Sequence[str], begin: Callable[..., Bridge]) -> None:
     """Serves the placed hosts until `input_fd` ends. A process asks for a host by its number at a Unix socket (the
     door); ``begin(number, asker, streams)`` then connects the host to that process.
     """
@@ -160,7 +160,7 @@ def _is_ours(link: socket.socket) -> bool:
     return bool(struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.getuid())
 
 
-def finish(asker: socket.socket, streams: Sequence[int], code: int, why: str = "") -> None:
+def finish_host(asker: socket.socket, streams: Sequence[int], code: int, why: str = "") -> None:
     """Sends a host's exit code to the process that asked for it. `why`: the reason, if the host did not end by itself;
     it is written to the host's standard error first.
     """

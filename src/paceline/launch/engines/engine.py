@@ -55,11 +55,11 @@ class Engine(ABC):
     def command(self, host: Host) -> list[str]:
         """The local command that runs ``sh`` on the host with our standard streams; the agent is started in it."""
 
-    def way(self, host: Host) -> dict[str, str] | None:
+    def tunnel_arguments(self, host: Host) -> dict[str, str] | None:
         """The agent's arguments for `tunnel.inside`, if hosts reach each other through a tunnel only."""
         return None
 
-    def missing(self, host: Host) -> str:
+    def why_silent(self, host: Host) -> str:
         """Why a host has not answered yet, if the engine knows; otherwise an empty text."""
         return ""
 
@@ -73,7 +73,7 @@ class Engine(ABC):
         """
         return code
 
-    def another(self, host: Host) -> Host | None:
+    def request_replacement(self, host: Host) -> Host | None:
         """Asks for a host to replace one that is left out of the run; None if the engine has no others. The command of
         the new host may wait until the engine provides it.
         """

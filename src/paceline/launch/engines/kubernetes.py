@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.base.console import Passing, command_line, say, shown
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT, STOPPED
 from paceline.base.polling import can_read
 from paceline.base.schema import read_json
 from paceline.base.text import spans
@@ -44,8 +45,6 @@ from paceline.launch.engines.manifests import (
 )
 from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import signals
-from paceline.team.coordinator import STOPPED
-from paceline.team.host_failures import LEFT_OUT
 
 LOOK = 1.0  # seconds between two looks
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
@@ -97,7 +96,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     """Creates a Job and follows its first pod to the end. Returns the run's exit code, or 0 with `--detach`. `values`:
     environment variables for the workers. UsageError: options do not fit. LaunchError: Kubernetes refuses.
     """
-    job = ask(given, options, values, again)
+    job = pod_job(given, options, values, again)
     if given["dry_run"]:
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests(job, shown=True)}, indent=2)
         say(text, sys.stdout)
@@ -112,7 +111,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
             create(kubectl, manifest)
             if not number:
                 made.callback(follower.remove)
-        possess(kubectl, owner, others, prerequisites, bool(job.options.waits_for))
+        own_objects(kubectl, owner, others, prerequisites, bool(job.options.waits_for))
         say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
@@ -123,7 +122,7 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     return 0
 
 
-def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> PodJob:
+def pod_job(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> PodJob:
     """Makes a job description from the options. UsageError: an option is missing or wrong."""
     if given["nodes"] is None:
         raise UsageError("the number of hosts is missing", "pass -N HOSTS")
@@ -191,7 +190,7 @@ def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
     _checked(kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest)))
 
 
-def possess(
+def own_objects(
     kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], prerequisites: Sequence[Manifest], queued: bool
 ) -> None:
     """Creates `others` as objects that the Job owns, and makes it the owner of `prerequisites`, which exist: Kubernetes
@@ -359,7 +358,7 @@ class Follower:
 
     @property
     def _asked(self) -> int:
-        return 130 if self._stop_signal == signal.SIGINT else STOPPED
+        return INTERRUPTED if self._stop_signal == signal.SIGINT else STOPPED
 
     def _tell(self, text: str) -> None:
         if text != self._last_text:
@@ -466,7 +465,7 @@ class Follower:
         self._farewell()
         codes = [first or 1]
         for number, pod in sorted(self._pods.items()):
-            if number and (ended := code(pod)) not in (None, 0, 2, 130, *PASSING):
+            if number and (ended := code(pod)) not in (None, 0, 2, INTERRUPTED, *PASSING):
                 codes.append(ended or 1)
                 done = self._kubectl("logs", pod["metadata"]["name"], f"--container={CONTAINER}", f"--tail={LINES}")
                 for line in done.stdout.splitlines():

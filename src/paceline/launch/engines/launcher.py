@@ -25,18 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import Coloured, Passing, coloured, in_one_line, last_painted, printable, say
+from paceline.base.exit_codes import INTERRUPTED, LEFT_OUT, STOPPED
 from paceline.base.schema import read_message
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.preflight_run import Preflight
-from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
+from paceline.launch.engines.remote_agent import GO_ON, MARK
 from paceline.launch.local import signals
 from paceline.plan import Plan
-from paceline.team.host_failures import LEFT_OUT
 
 BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
 ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
-AGAIN, LATEST = 5.0, 60.0  # seconds before a host is tried again: at first, and at most
+FIRST_RETRY, LONGEST_RETRY = 5.0, 60.0  # seconds before a host is tried again: at first, and at most
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
 CHUNK = 1 << 16
 COLUMNS = ("python", "torch", "paceline", "script")
@@ -83,20 +83,20 @@ class _Host:
     process: subprocess.Popen[bytes] | None = None
     unsent: bytearray = field(default_factory=bytearray)
     unread: dict[str, bytes] = field(default_factory=dict)
-    last: str = ""  # its last line on standard error
-    like: dict[str, Any] | None = None
+    last_line: str = ""  # its last line on standard error
+    facts: dict[str, Any] | None = None  # what must be alike on all hosts, once its agent has answered
     ordered: bool = False  # its agent was ordered to begin
     begun: bool = False  # it has joined the run
     code: int | None = None
     end: End | None = None
-    due: float = math.inf  # when it is started again
-    pause: float = 0.0
+    retry_at: float = math.inf  # when it is started again
+    retry_pause: float = 0.0  # seconds before that
     losses: int = 0  # how often it was lost after it had joined the run
     replaces: str = ""  # the host that was left out, if it replaces one
 
     @property
-    def over(self) -> bool:
-        return self.process is None and self.due == math.inf
+    def is_over(self) -> bool:
+        return self.process is None and self.retry_at == math.inf
 
 
 class Launcher:
@@ -111,11 +111,12 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
         self._listens = ""  # the address of the coordinator
-        self._checked = self._left = False
+        self._checked = False  # the hosts were compared, and the first one was told to begin
+        self._has_left = False  # the run goes on without this launcher
         self._size = 0  # workers with which the run begins, if the first host has too few for the plan
         self._counts: list[int] = []  # of workers on each host, if the plan is chosen for all of them
-        self._late = math.inf  # when to stop waiting for the other hosts
-        self._beaten = 0.0
+        self._farewell_end = math.inf  # when to stop waiting for the other hosts, after the end of the first one
+        self._last_beat = 0.0  # when the hosts last received the sign that the launcher is alive
         self._preflight: Preflight | None = None
         if job.preflight and len(self._hosts) > 1:
             self._preflight = Preflight([host.spec.name for host in self._hosts], self._measure, self._say)
@@ -131,11 +132,11 @@ class Launcher:
             try:
                 for host in self._hosts:
                     self._start(host)
-                while not self._done():
+                while not self._is_done():
                     for key, events in self._selector.select(BEAT / 4):
                         host, name = key.data
                         if host is None:
-                            self._signalled(wakeup)
+                            self._on_signal(wakeup)
                         elif host.process is None:
                             continue  # it has ended since
                         elif events & selectors.EVENT_WRITE:
@@ -146,7 +147,7 @@ class Launcher:
             finally:
                 for host in self._hosts:
                     self._close(host)
-        return self._code()
+        return self._exit_code()
 
     def _say(self, text: str) -> None:
         say(text)
@@ -154,7 +155,7 @@ class Launcher:
     # ---- hosts
 
     def _start(self, host: _Host) -> None:
-        host.due, host.like, host.last = math.inf, None, ""
+        host.retry_at, host.facts, host.last_line = math.inf, None, ""
         host.ordered = host.begun = False
         command = self._engine.command(host.spec)
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -201,7 +202,7 @@ class Launcher:
                 self._receive(host, line.removeprefix(MARK))
                 continue
             if name == "stderr":
-                host.last = in_one_line(line.decode(errors="replace").strip()) or host.last
+                host.last_line = in_one_line(line.decode(errors="replace").strip()) or host.last_line
             if host.ordered:
                 if name == "stdout":
                     Passing(sys.stdout).write(line + b"\n")
@@ -209,7 +210,7 @@ class Launcher:
                     before = "" if host.first else f"{host.spec.name} | "
                     say(Coloured(printable(before) + coloured(last_painted(line))))
         if not data and not any(key.events & selectors.EVENT_READ for key in self._keys(host)):
-            self._ended(host)
+            self._on_end(host)
 
     def _receive(self, host: _Host, line: bytes) -> None:
         from paceline.launch.engines.message_types import AGENT_MESSAGES  # needs msgspec
@@ -224,11 +225,11 @@ class Launcher:
                 "preflight": self._preflight is not None and not self._checked,
                 "files": len(self._job.files),
                 "call": len(self._job.call),
-                "tunnel": self._engine.way(host.spec),
+                "tunnel": self._engine.tunnel_arguments(host.spec),
             }
             self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
         elif kind == "like":
-            host.like = message
+            host.facts = message
         elif kind == "figures" and self._preflight is not None:
             self._preflight.take(host.spec.name, message)
         elif kind == "link" and self._preflight is not None:
@@ -258,15 +259,16 @@ class Launcher:
             "size": self._size if host.first else 0,
             "hosts": self._counts if host.first else [],
         }
-        host.ordered, host.pause = True, 0.0
+        host.ordered, host.retry_pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
 
-    def _ended(self, host: _Host) -> None:
+    def _on_end(self, host: _Host) -> None:
+        """Notes why a host ended, and starts it again later, replaces it, or goes on without it."""
         process, host.process = host.process, None
         assert process is not None
         host.code = process.wait()
         self._forget(host, process)
-        host.end = self._engine.end(host.spec, host.code, host.last)
+        host.end = self._engine.end(host.spec, host.code, host.last_line)
         self._engine.stop(host.spec)
         host.losses += host.begun and host.end is not None and host.end.passing
         if host.first or self.stop_signal is not None:
@@ -280,19 +282,19 @@ class Launcher:
                 return
         if not (host.end and host.end.passing):
             if host.replaces and not host.ordered:
-                why = host.last or f"exit code {host.code}"
+                why = host.last_line or f"exit code {host.code}"
                 self._say(f"{self._engine.name} has not provided a host instead of {host.replaces} ({why})")
             return
-        if not host.pause:
+        if not host.retry_pause:
             when = "was lost" if host.ordered else "does not answer"
             self._say(f"{host.spec.name} {when} ({host.end.text}); Paceline retries until it answers")
-        host.pause = min(LATEST, 2 * host.pause) or AGAIN
-        host.due = time.monotonic() + host.pause
+        host.retry_pause = min(LONGEST_RETRY, 2 * host.retry_pause) or FIRST_RETRY
+        host.retry_at = time.monotonic() + host.retry_pause
 
     def _replace(self, host: _Host) -> bool:
         """Asks the engine for another host instead of one that is left out. Returns whether the engine has others."""
         name = host.spec.name
-        spec = None if self._hosts[0].over else self._engine.another(host.spec)
+        spec = None if self._hosts[0].is_over else self._engine.request_replacement(host.spec)
         if spec is None:
             return False
         self._say(f"{name} is left out; {self._engine.name} was asked for another host")
@@ -302,7 +304,7 @@ class Launcher:
 
     def _close(self, host: _Host) -> None:
         """Kills the local process of a host. Its agent sees the end of its input, and ends too."""
-        host.due = math.inf
+        host.retry_at = math.inf
         if host.process is not None:
             host.process.kill()
             host.process.wait()
@@ -320,20 +322,20 @@ class Launcher:
     # ---- all of them
 
     def _tick(self, now: float) -> None:
-        if now - self._beaten >= BEAT:
-            self._beaten = now
+        if now - self._last_beat >= BEAT:
+            self._last_beat = now
             for host in self._hosts:
                 if host.ordered and not host.unsent:
                     self._send(host, b"\0")
         if not self._checked:
             self._check(now)
         for host in self._hosts:
-            if now >= host.due and not self._hosts[0].over:
+            if now >= host.retry_at and not self._hosts[0].is_over:
                 self._start(host)
-            elif self._listens and host.like and not host.ordered and host.process is not None and self._is_next(host):
+            elif self._listens and host.facts and not host.ordered and host.process is not None and self._is_next(host):
                 self._admit(host)
         ordered = [host for host in self._hosts if host.ordered and host.process is not None]
-        if self._job.detach and not self._left and self._listens and all(host.begun for host in ordered):
+        if self._job.detach and not self._has_left and self._listens and all(host.begun for host in ordered):
             self._leave(ordered)
 
     def _is_next(self, host: _Host) -> bool:
@@ -345,7 +347,7 @@ class Launcher:
 
     def _leave(self, hosts: list[_Host]) -> None:
         """Leaves the run, which continues on these hosts without the launcher."""
-        self._left = True
+        self._has_left = True
         for host in self._hosts:
             if host in hosts:
                 self._send(host, bytes([GO_ON]))
@@ -360,23 +362,23 @@ class Launcher:
         """Lets the first host begin once all hosts have answered, or time is up. LaunchError: the hosts differ, or a
         host that the run needs is silent.
         """
-        first, silent = self._hosts[0], [host for host in self._hosts if host.like is None]
+        first, silent = self._hosts[0], [host for host in self._hosts if host.facts is None]
         needs_all_hosts, seconds = self._job.wait is not None, self._job.wait or ANSWER
-        waiting = [host for host in silent if host.process is not None or (needs_all_hosts and host.due < math.inf)]
+        waiting = [host for host in silent if host.process is not None or (needs_all_hosts and not host.is_over)]
         if (waiting and now - self._began < seconds) or self.stop_signal is not None:
             return
-        unlike = [host for host in silent if host.process is None and not (host.end and host.end.passing)]
-        if unlike or len({self._row(host)[1:] for host in self._hosts if host.like}) > 1:
+        failed = [host for host in silent if host.process is None and not (host.end and host.end.passing)]
+        if failed or len({self._row(host)[1:] for host in self._hosts if host.facts}) > 1:
             raise LaunchError(f"the hosts differ:\n{self._table()}", self._cure())
-        if first.like is None:
-            why = (first.end and first.end.text) or self._engine.missing(first.spec) or "no output"
+        if first.facts is None:
+            why = (first.end and first.end.text) or self._engine.why_silent(first.spec) or "no output"
             what = f"the first host {first.spec.name} does not answer ({why}), but it must run the coordinator"
             raise LaunchError(what, "put another host first, or repair this one")
-        answering = [host.spec.name for host in self._hosts if host.like is not None and host.process is not None]
+        answering = [host.spec.name for host in self._hosts if host.facts is not None and host.process is not None]
         if self._preflight is not None and not self._preflight.is_over(answering, now):
             return
         for host in waiting:
-            why = (host.end and host.end.text) or self._engine.missing(host.spec) or "no output"
+            why = (host.end and host.end.text) or self._engine.why_silent(host.spec) or "no output"
             if needs_all_hosts:
                 what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), but the run needs all hosts"
                 raise LaunchError(what, "fix the cause, or use fewer hosts")
@@ -385,11 +387,11 @@ class Launcher:
         self._checked = True
         self._order(first)
 
-    def _set_size(self, are_all: bool) -> None:
+    def _set_size(self, is_complete: bool) -> None:
         """Sets the number of workers with which the run begins, if its plan needs more than the first host has.
-        PlanError: `are_all` hosts known, and they have too few. Workers of spare hosts are not among these.
+        PlanError: all hosts have answered (`is_complete`), and have too few. Workers of spare hosts do not count.
         """
-        counts = [host.like["workers"] for host in self._hosts if host.like and not host.spec.spare]
+        counts = [host.facts["workers"] for host in self._hosts if host.facts and not host.spec.spare]
         text = self._job.options.get("plan")
         if text is None or len(self._hosts) == 1:
             return
@@ -400,7 +402,7 @@ class Launcher:
         size = plan.first_team(counts[0])
         if size == counts[0]:
             return
-        if are_all and size > total:
+        if is_complete and size > total:
             plan.validate(total)
         self._size = size
         self._say(f"the plan {plan} needs {size} workers: the run begins on several hosts together")
@@ -411,14 +413,14 @@ class Launcher:
             self._order(host)
         else:
             self._say(f"{host.spec.name} differs from the first host and is left out:\n{self._table()}")
-            host.pause = math.inf
+            host.retry_pause = math.inf
             self._close(host)
 
     def _row(self, host: _Host) -> tuple[str, ...]:
-        if host.like is None:
-            text = host.end.text if host.end else host.last or f"ended with exit code {host.code}"
+        if host.facts is None:
+            text = host.end.text if host.end else host.last_line or f"ended with exit code {host.code}"
             return (host.spec.name, text if host.process is None else "has not answered")
-        return (host.spec.name, *(in_one_line(host.like[name])[: 8 if name == "script" else 40] for name in COLUMNS))
+        return (host.spec.name, *(in_one_line(host.facts[name])[: 8 if name == "script" else 40] for name in COLUMNS))
 
     def _table(self) -> str:
         rows = [("host", *COLUMNS), *map(self._row, self._hosts)]
@@ -430,12 +432,12 @@ class Launcher:
     def _cure(self) -> str:
         if cure := next((host.end.cure for host in self._hosts if host.end and host.end.cure), ""):
             return cure
-        scripts = {host.like["script"] for host in self._hosts if host.like}
+        scripts = {host.facts["script"] for host in self._hosts if host.facts}
         if len(scripts) > 1:
             return "copy the same script to all hosts, or use --sync"
         return "install the same versions, or use --python PATH and --setup"
 
-    def _signalled(self, wakeup: socket.socket) -> None:
+    def _on_signal(self, wakeup: socket.socket) -> None:
         for number in wakeup.recv(CHUNK):
             if number == signal.SIGCHLD:
                 continue
@@ -446,24 +448,25 @@ class Launcher:
             self.stop_signal = self.stop_signal or number
             self._send(first, bytes([number if number != signal.SIGUSR2 else signal.SIGTERM]))
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         first = self._hosts[0]
         if not self._checked and self.stop_signal is None:
             return False
-        if not first.over:
+        if not first.is_over:
             return False
-        self._late = min(self._late, time.monotonic() + FAREWELL)
+        self._farewell_end = min(self._farewell_end, time.monotonic() + FAREWELL)
         ended = all(host.process is None or not host.ordered for host in self._hosts)  # the others have not begun
-        return ended or time.monotonic() > self._late
+        return ended or time.monotonic() > self._farewell_end
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         """The exit code of the first host, or of another host on which a worker failed."""
         first = self._hosts[0]
         if first.end is not None:
             self._say(f"{first.spec.name}: {first.end.kind} ({first.end.text}); run the same command again to continue")
             return STOPPED
         if not first.ordered:
-            return 130 if self.stop_signal == signal.SIGINT else STOPPED
-        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, LEFT_OUT, 130)]
+            return INTERRUPTED if self.stop_signal == signal.SIGINT else STOPPED
+        no_failure = (None, 0, 2, STOPPED, LEFT_OUT, INTERRUPTED)
+        others = [host.code for host in self._hosts[1:] if host.code not in no_failure]
         code = others[0] if first.code == 1 and others and others[0] else first.code
         return code if code is not None and code >= 0 else 1

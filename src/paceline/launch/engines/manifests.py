@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.base.exit_codes import LEFT_OUT, STOPPED
 from paceline.base.schema import read_file
 from paceline.launch.engines.pod_options import PodOptions
 from paceline.launch.local import PORT
-from paceline.team.coordinator import STOPPED
-from paceline.team.host_failures import LEFT_OUT
 
 LABEL = "paceline/run"  # label of all objects of a run; its value is the name of the run
 INDEX = "batch.kubernetes.io/job-completion-index"  # annotation with the number of a pod

@@ -23,7 +23,7 @@ class Mpi(Ssh):
         return ["mpirun", "-q", "-n", "1", "--host", host.name, "--bind-to", "none", *self.given, "sh"]
 
 
-def queued() -> list[Host]:
+def pbs_hosts() -> list[Host]:
     """The hosts of the PBS or Torque job in which we run, each once (its node file has one line per core)."""
     path = variable("PBS_NODEFILE")
     if not path:

@@ -44,7 +44,7 @@ def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | No
     if serves:
         return serve()
     tell = partial(say, out=sys.stdout)
-    findings = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, tell)
+    findings = [*checkup(Path())] if hosts is None else examine_hosts(hosts, python, engine, tell)
     for finding in findings:
         tell(str(finding))
     open_findings = sum(bool(finding.cure) for finding in findings)
@@ -76,7 +76,7 @@ def _say(what: Any) -> None:
 # ---- on the host of the command
 
 
-class _Far:
+class _RemoteHost:
     """A remote host and the facts that it has sent; `why`: the reason for its silence, if it is silent."""
 
     def __init__(self, name: str, command: Sequence[str], script: str) -> None:
@@ -90,7 +90,7 @@ class _Far:
 
     def _send(self, data: bytes) -> None:
         assert self.process.stdin is not None
-        with suppress(OSError):  # `hear` notices its end
+        with suppress(OSError):  # `receive` notices its end
             self.process.stdin.write(data)
             self.process.stdin.flush()
 
@@ -98,7 +98,7 @@ class _Far:
         """Kills the connection to the host."""
         self.process.kill()
 
-    def hear(self, kind: Any) -> Any:
+    def receive(self, kind: Any) -> Any:
         """The host's next answer, checked against a type; None if it has ended or its answer has another type."""
         assert self.process.stdout is not None
         line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
@@ -118,13 +118,13 @@ class _Far:
         self._send(json.dumps(what).encode() + b"\n")
         from paceline.launch.engines.message_types import ANSWER as FORM  # needs msgspec
 
-        return self.hear(FORM) or {"refused": self.why or "no output"}
+        return self.receive(FORM) or {"refused": self.why or "no output"}
 
-    def come(self) -> None:
+    def receive_facts(self) -> None:
         """Receives the host's facts and measures how far its clock is from ours, by the quickest of three answers."""
         from paceline.launch.engines.message_types import FACTS  # needs msgspec
 
-        self.facts = self.hear(FACTS) or {}
+        self.facts = self.receive(FACTS) or {}
         measurements = []
         for _ in range(3 if self.facts else 0):
             before = time.time()
@@ -143,20 +143,20 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], None]) -> list[Finding]:
+def examine_hosts(hosts: str, python: str, engine: str | None, say: Callable[[str], None]) -> list[Finding]:
     """Checks the hosts of a --hosts option and the links between them. `say` prints a line. UsageError: the option does
     not name hosts.
     """
     specs, given = parse_hosts(hosts), split_options(engine)
     script = f"exec {shlex.quote(python)} -m paceline doctor --here\n"
     ssh = Ssh(specs, given)
-    far = [_Far(spec.name, ssh.command(spec), script) for spec in specs]
-    watch = threading.Timer(ANSWER + ALL * (SENT + PATIENCE), lambda: [*map(_Far.end, far)])
+    remote_hosts = [_RemoteHost(spec.name, ssh.command(spec), script) for spec in specs]
+    watch = threading.Timer(ANSWER + ALL * (SENT + PATIENCE), lambda: [*map(_RemoteHost.end, remote_hosts)])
     watch.start()
     try:
-        with ThreadPoolExecutor(len(far)) as pool:
-            [*pool.map(_Far.come, far)]
-            alive = [one for one in far if one.facts]
+        with ThreadPoolExecutor(len(remote_hosts)) as pool:
+            [*pool.map(_RemoteHost.receive_facts, remote_hosts)]
+            alive = [one for one in remote_hosts if one.facts]
             links = dict[tuple[str, str], Any]()
             for pairs in rounds(len(alive)) if len(alive) > 1 else ():
                 host_pairs = [(alive[one], alive[other]) for one, other in pairs]
@@ -166,19 +166,19 @@ def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], No
                 }
     finally:
         watch.cancel()
-        for one in far:
+        for one in remote_hosts:
             one.end()
             one.process.wait()
-    return [*_of_hosts(far, say), *_of_links(links, say)]
+    return [*_of_hosts(remote_hosts, say), *_of_links(links, say)]
 
 
-def _of_hosts(far: Sequence[_Far], say: Callable[[str], None]) -> Iterator[Finding]:
-    answering = [host for host in far if host.facts]
-    names = max(len(host.name) for host in far)
+def _of_hosts(remote_hosts: Sequence[_RemoteHost], say: Callable[[str], None]) -> Iterator[Finding]:
+    answering = [host for host in remote_hosts if host.facts]
+    names = max(len(host.name) for host in remote_hosts)
     for host in answering:
         version_text = ", ".join(f"{name} {number}" for name, number in host.facts["versions"].items())
         say(f"{host.name:{names}}  {host.facts['at'][0]}, {version_text}, clock {host.clock:+.3f} s")
-    for host in far:
+    for host in remote_hosts:
         if not host.facts:
             yield Finding(f"{host.name} does not answer", host.why)
         for what, cure, note in host.facts.get("found", ()):

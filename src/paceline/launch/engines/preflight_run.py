@@ -20,7 +20,7 @@ SLOWER = 0.6  # part of the others' median speed below which a host or a link is
 LEAST_FREE = 2.0  # GB of free space below which a host is named
 
 
-class Measured(NamedTuple):
+class HostFigure(NamedTuple):
     """A figure that hosts measure: its name, unit, and whether larger values are better."""
 
     name: str
@@ -29,9 +29,9 @@ class Measured(NamedTuple):
 
 
 FIGURES = {
-    "memory": Measured("memory bandwidth", "GB/s"),
-    "products": Measured("matrix products", "GFLOP/s"),
-    "flush": Measured("a flush to disk", "ms", larger=False),
+    "memory": HostFigure("memory bandwidth", "GB/s"),
+    "products": HostFigure("matrix products", "GFLOP/s"),
+    "flush": HostFigure("a flush to disk", "ms", larger=False),
 }
 
 
@@ -45,7 +45,7 @@ def span(values: Sequence[float], unit: str) -> str:
     return f"{' to '.join(texts)} {unit}"
 
 
-def slow_ones(values: Mapping[str, float], about: Measured, least: float = 0.0) -> Iterator[tuple[str, str]]:
+def slow_ones(values: Mapping[str, float], about: HostFigure, least: float = 0.0) -> Iterator[tuple[str, str]]:
     """Names whose figure is much worse than the others', each with a text that has both. `least`: differences below
     this are ignored.
     """
@@ -135,7 +135,7 @@ class Preflight:
         for name, reasons in self.slow.items():
             for reason in reasons:
                 self._say(f"{name} is slow: {reason}")
-        for name, text in slow_ones(rates, Measured("speed", "Mbit/s")):
+        for name, text in slow_ones(rates, HostFigure("speed", "Mbit/s")):
             self._say(f"the link from {name} is slow: {text}")
         for (one, other), link in self._links.items():
             if "refused" in link:

@@ -14,7 +14,7 @@ from paceline.base.console import shown
 from paceline.base.environment import variable
 from paceline.base.text import plural
 from paceline.errors import UsageError
-from paceline.launch.engines.driver_engine import DriverEngine, driver
+from paceline.launch.engines.driver_engine import DriverEngine, start_driver
 from paceline.launch.engines.engine import Host
 
 SEVERAL = 8  # nodes that are named at most, if some have too few free resources
@@ -22,22 +22,22 @@ Resources = dict[str, float]
 
 
 class Ray(DriverEngine):
-    """The bundles of a placement group, one per host, as `asked` describes it (see `ask`)."""
+    """The bundles of a placement group, one per host, as `asked` describes it (see `driver_request`)."""
 
     name, title, host_prefix = "ray", "Ray", "bundle"
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
-        super().__init__([Host(name, count) for name, count in asked["hosts"]], *driver("ray_driver", asked))
+        super().__init__([Host(name, count) for name, count in asked["hosts"]], *start_driver("ray_driver", asked))
         self._placed_hosts = len(self.hosts)
 
-    def another(self, host: Host) -> Host:
+    def request_replacement(self, host: Host) -> Host:
         """Asks Ray for a bundle on another node. The driver waits for it when the command of the new host runs."""
         new = Host(f"further-{len(self.hosts) - self._placed_hosts + 1}", host.workers)
         self.hosts.append(new)
         return new
 
 
-def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
+def driver_request(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
     """The request to the driver. `hosts` are nodes by their addresses; if there are none, Ray chooses. UsageError: the
     options contradict each other, or one is wrong.
     """
@@ -92,12 +92,12 @@ def bundles(asked: Mapping[str, Any], nodes: Sequence[Resources]) -> list[Resour
     return host_bundles * (asked["nodes"] or max(1, fit))
 
 
-def further(asked: Mapping[str, Any], nodes: Sequence[Resources]) -> Resources:
+def replacement_bundle(asked: Mapping[str, Any], nodes: Sequence[Resources]) -> Resources:
     """The bundle of a node that replaces another one: the first one's, on any node."""
     return {name: most for name, most in bundles(asked, nodes)[0].items() if not name.startswith("node:")}
 
 
-def pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Resources]]) -> str:
+def why_pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Resources]]) -> str:
     """Why bundles are not placed yet. `nodes`: by the name of each live node, its free and its total resources."""
     for bundle in wanted:
         for name in bundle:

@@ -20,8 +20,8 @@ from typing import Any
 
 from paceline.base.polling import can_read, wait_for
 from paceline.errors import first_line
-from paceline.launch.engines.driver_engine import CHUNK, LOST, Bridge, finish, keep, reach
-from paceline.launch.engines.ray import Resources, bundles, further, pending
+from paceline.launch.engines.driver_engine import CHUNK, LOST, Bridge, check_reachable, finish_host, serve_hosts
+from paceline.launch.engines.ray import Resources, bundles, replacement_bundle, why_pending
 
 LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
 
@@ -100,7 +100,7 @@ class ActorBridge:
             code, why = LOST, _why(error)
         except OSError:  # the launcher has ended
             code = LOST
-        finish(self._asker, self._streams, code, why)
+        finish_host(self._asker, self._streams, code, why)
 
     def close(self) -> None:
         """Kills the actor and closes the connection to the process that waits."""
@@ -140,7 +140,7 @@ class FurtherNode:
                 actor = _actor(groups[-1], self._wanted, 0)
                 self._bridge = ActorBridge(actor, self._asker, self._streams)
         except ray.exceptions.RayError as error:
-            finish(self._asker, self._streams, LOST, _why(error))
+            finish_host(self._asker, self._streams, LOST, _why(error))
         finally:
             if self._over.is_set():
                 self._free()
@@ -186,7 +186,7 @@ def main(asked: Mapping[str, Any]) -> int:
     address = asked["address"]
     try:
         if address != "auto":
-            reach(address)
+            check_reachable(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = "on this host" if address == "auto" else f"at {address}"
@@ -199,7 +199,7 @@ def main(asked: Mapping[str, Any]) -> int:
     while not group.wait(min(LOOK, asked["wait"])):
         if can_read(0, 0.0):  # the launcher has ended
             return 1
-        why = pending(wanted, _nodes())
+        why = why_pending(wanted, _nodes())
         if time.monotonic() > end:
             cure = "increase --wait, request less, or check `ray status`"
             _tell(what=f"Ray has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
@@ -211,14 +211,14 @@ def main(asked: Mapping[str, Any]) -> int:
     node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     placed = [address_of_node[node_of_bundle[number]] for number in range(len(wanted))]
     avoided = {node_of_bundle[number] for number in range(len(wanted))}
-    replacement = further(asked, [total for _, total in _nodes().values()])
+    replacement = replacement_bundle(asked, [total for _, total in _nodes().values()])
 
     def begin(number: int, *given: Any) -> Bridge:
         if number >= len(wanted):
             return FurtherNode(replacement, avoided, *given)
         return ActorBridge(_actor(group, wanted[number], number), *given)
 
-    keep(0, _tell, placed, begin)
+    serve_hosts(0, _tell, placed, begin)
     ray.shutdown()
     return 0
 

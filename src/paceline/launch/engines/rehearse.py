@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import Host, parse_hosts, read_variables, split_options
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.options import LaunchOptions
-from paceline.launch.outcome import INTERRUPTED
-from paceline.team.coordinator import STOPPED
 
 WAIT = 60.0  # seconds in which all hosts must answer
 
@@ -42,9 +41,9 @@ class HostRehearsal:
         """The number of workers on all hosts."""
         return sum(self.counts)
 
-    def run(self, folder: Path, options: LaunchOptions, order: dict[str, Any]) -> tuple[int, Any]:
+    def run(self, folder: Path, options: LaunchOptions, request: dict[str, Any]) -> tuple[int, Any]:
         """Runs the script in a fresh run folder of each host. With fewer workers than the hosts have, the first host
-        runs all of them. Returns the exit code, and the answer to the order, or None without an answer. SystemExit:
+        runs all of them. Returns the exit code, and the answer to the request, or None without an answer. SystemExit:
         the run was asked to stop.
         """
         hosts = [Host(host.name, host.workers or 1) for host in self.hosts]
@@ -61,7 +60,7 @@ class HostRehearsal:
             "begin": options.workers,
             "quiet": True,
             "temporary": True,
-            "environment": {**self.environment, "PACELINE_CHECK": json.dumps(order)},
+            "environment": {**self.environment, "PACELINE_CHECK": json.dumps(request)},
         }
         engine = Ssh(hosts, self.engine)
         try:

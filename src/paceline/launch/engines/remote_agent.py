@@ -26,6 +26,7 @@ from typing import Any
 
 from paceline.base.console import shown
 from paceline.base.environment import FUNCTION, address_towards, gpus, reached_at
+from paceline.base.exit_codes import STOPPED
 from paceline.base.polling import can_read, wait_for
 from paceline.base.schema import SAME_VERSION, read_json
 from paceline.errors import FormatError, UsageError
@@ -42,12 +43,11 @@ SILENCE = 15.0  # seconds without a byte, after which the connection counts as b
 PATIENCE = 20.0  # seconds in which the running coordinator of the first host must be reached
 VALUE = 1 << 19  # bytes of a value in one line
 PIECE = 4096  # bytes that a pipe accepts at once if it accepts any
-STOPPED = 75
 GO_ON = 255
 CONSOLE = "console.log"  # a file in the run folder: the output after the launcher has left
 
 
-def hosted() -> int:
+def run_job() -> int:
     """Runs the launcher's job on this host and returns the exit code. UsageError, LaunchError: the job cannot run."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a broken connection is noticed by its silence
     with open(0, "rb", buffering=0, closefd=False) as launcher_input:
@@ -66,15 +66,15 @@ def hosted() -> int:
 def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     if job["files"]:
         unpack(launcher_input, job["files"])
-    call, value = _called(launcher_input, job)
+    call, value = _receive_function(launcher_input, job)
     count = job["workers"] or gpus() or 1
     workers, spares = (0, count) if job["spare"] else (count, 0)
     options = LaunchOptions(**job["options"], workers=workers, spares=spares, token=job["token"].encode())
     _say("like", **_like(options), workers=count)
-    order = _measured(launcher_input, options) if job["preflight"] else read_order(launcher_input.readline() or b"null")
+    order = _measure(launcher_input, options) if job["preflight"] else read_order(launcher_input.readline() or b"null")
     if order is None:  # the launcher has ended, or the hosts differ
         return STOPPED
-    apart = _apart() if order["detach"] else None
+    apart = _fork_apart() if order["detach"] else None
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
@@ -94,7 +94,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
             if apart is not None:
                 os.write(apart, b"!")
 
-        threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
+        threading.Thread(target=_obey_launcher, args=(broken, go_on), name="paceline-heed", daemon=True).start()
         code = _launch(options)
         call.close()
         value.seek(0)
@@ -111,7 +111,7 @@ def _launch(options: LaunchOptions) -> int:
     return launch_with_chosen_plan(options)
 
 
-def _measured(launcher_input: io.RawIOBase, options: LaunchOptions) -> Any:
+def _measure(launcher_input: io.RawIOBase, options: LaunchOptions) -> Any:
     """Measures this host, and its links as the launcher asks for them. Returns the order to begin."""
     endpoint, listener = offer_links()
     with listener:
@@ -144,7 +144,7 @@ def read_order(line: bytes) -> Any:
     return read_json(line, ASKED if "measure" in kind else ORDER, what, SAME_VERSION)
 
 
-def _called(launcher_input: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
+def _receive_function(launcher_input: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
     """Stores the function that follows in the input, if there is one. Returns two files in memory, for the function and
     for the value that worker 0 returns, or its answer to a request; only processes of the same user can open them.
     """
@@ -169,7 +169,7 @@ def _pieces(source: io.RawIOBase | io.BytesIO, size: int) -> Iterator[bytes]:
         yield piece
 
 
-def _apart() -> int:
+def _fork_apart() -> int:
     """Continues in a forked process, unknown to the program that started us, because mpirun, for example, would end it.
     The first process stays until the forked one ends, or writes to the returned descriptor.
     """
@@ -224,7 +224,7 @@ def _own_address(towards: str | None) -> str:
         raise UsageError(what, "pass --listen ADDR, at which the other hosts reach the first host") from error
 
 
-def _heed(broken: threading.Event, go_on: Callable[[], None]) -> None:
+def _obey_launcher(broken: threading.Event, go_on: Callable[[], None]) -> None:
     """Raises the signals that the launcher sends. After `SILENCE` without a byte, this host stops as on a SIGTERM."""
     while can_read(0, SILENCE) and (numbers := os.read(0, PIECE)):
         for number in filter(None, numbers):

@@ -19,17 +19,17 @@ from typing import Any
 
 from paceline.base.console import Passing, in_one_line, say, shown
 from paceline.base.environment import outside_of_slurm, slurm_job, worker_environment
+from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import End, Engine, Host, split_options
 from paceline.launch.engines.launcher import HostJob
-from paceline.launch.engines.remote_agent import STOPPED
 
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit
 LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
 
 
-def _ask(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """The output of a Slurm command; empty if it fails, for example while Slurm's controller is away."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -57,15 +57,15 @@ class Slurm(Engine):
         one_task = ["--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
         if (name := self._further.get(host.name)) is None:
             return ["srun", *one_task, f"--nodelist={host.name}", "--overlap", "--job-name=paceline", *self.given, "sh"]
-        about = _ask("scontrol", "show", "job", self._job)
-        nodes = dict.fromkeys([*excluded(self._asked, about), *self._avoided])
+        about = _output_of("scontrol", "show", "job", self._job)
+        nodes = dict.fromkeys([*excluded_nodes(self._asked, about), *self._avoided])
         avoided, unset = f"--exclude={','.join(nodes)}", map("--unset={}".format, outside_of_slurm())
         return ["env", *unset, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
 
-    def another(self, host: Host) -> Host | None:
+    def request_replacement(self, host: Host) -> Host | None:
         """Asks Slurm for a job of one node, which is none of those that the run has or had."""
         if (name := self._further.get(host.name)) is not None:
-            self._avoided += _ask("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%N").split()
+            self._avoided += _output_of("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%N").split()
         new = Host(f"further-{len(self._further) + 1}", host.workers)
         self._further[new.name] = f"paceline-{self._job}-{new.name}"
         return new
@@ -73,17 +73,17 @@ class Slurm(Engine):
     def stop(self, host: Host) -> None:
         """Ends the job of a further node, which Slurm keeps if srun was killed."""
         if (name := self._further.get(host.name)) is not None:
-            _ask("scancel", f"--name={name}")
+            _output_of("scancel", f"--name={name}")
 
-    def missing(self, host: Host) -> str:
+    def why_silent(self, host: Host) -> str:
         """The node's state and its reason, as sinfo prints them."""
-        return _ask("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T %E")
+        return _output_of("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T %E")
 
     def end(self, host: Host, code: int, last_line: str) -> End | None:
         """``lost`` if srun reports a failed node or connection, or sinfo a node that is down."""
         if "srun: error" not in last_line and "slurmstepd" not in last_line:
             return None
-        state = _ask("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T").upper()
+        state = _output_of("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T").upper()
         if any(word in last_line.upper() for word in ("NODE FAIL", "NODE_FAIL", "COMMUNICATION", "TIMED OUT")):
             return End("lost", f"the node is {state.lower() or 'gone'}")
         if any(state.startswith(word) for word in LOST):
@@ -94,7 +94,7 @@ class Slurm(Engine):
         """Requeues a job that was stopped by a notice of Slurm's."""
         if code != STOPPED or not self._batch or stop_signal == signal.SIGHUP:
             return code
-        if "JobState=CANCELLED" in _ask("scontrol", "show", "job", self._job):
+        if "JobState=CANCELLED" in _output_of("scontrol", "show", "job", self._job):
             return code
         done = subprocess.run(["scontrol", "requeue", self._job], capture_output=True, text=True, check=False)
         how = "and was requeued" if done.returncode == 0 else f"but cannot be requeued: {done.stderr.strip()}"
@@ -107,14 +107,14 @@ def allocation(given: Sequence[str]) -> Slurm | None:
     job = slurm_job()
     if job is None:
         return None
-    nodes = _ask("scontrol", "show", "hostnames", job.nodes).split()
+    nodes = _output_of("scontrol", "show", "hostnames", job.nodes).split()
     if not nodes:
         raise LaunchError(f"the nodes of job {job.number} are not known", "check `scontrol show hostnames`")
     used = [] if job.batch else given  # sbatch has used them already
     return Slurm([Host(node) for node in nodes], used, job.number, job.restarts, job.batch, given)
 
 
-def excluded(asked: Sequence[str], about: str) -> list[str]:
+def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
     """The nodes that the user excludes: with the options `asked`, of which the last one counts, and in the job that
     ``scontrol show job`` prints `about`. Slurm would forget them for a further job that excludes nodes, too.
     """
@@ -214,7 +214,7 @@ def _follow(job: str, output: Path) -> int:
     while True:
         try:
             fields = dict(
-                word.partition("=")[::2] for word in _ask("scontrol", "show", "job", job).split() if "=" in word
+                word.partition("=")[::2] for word in _output_of("scontrol", "show", "job", job).split() if "=" in word
             )
             state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
             if output.exists():
@@ -239,10 +239,10 @@ def _follow(job: str, output: Path) -> int:
             ):
                 passing.close()
                 code = fields.get("ExitCode", "1:0").partition(":")[0]
-                return 130 if asked else int(code) or (0 if state == "COMPLETED" else 1)
+                return INTERRUPTED if asked else int(code) or (0 if state == "COMPLETED" else 1)
             time.sleep(LOOK)
         except KeyboardInterrupt:
             pending = "RUNNING" not in last_news.upper()
             how = [] if asked or pending else ["--signal=INT", "--batch"]
             asked = True
-            _ask("scancel", *how, job)
+            _output_of("scancel", *how, job)

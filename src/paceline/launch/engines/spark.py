@@ -16,7 +16,7 @@ from typing import Any
 from paceline.base.console import shown
 from paceline.base.environment import variable, worker_environment
 from paceline.errors import UsageError
-from paceline.launch.engines.driver_engine import DriverEngine, driver
+from paceline.launch.engines.driver_engine import DriverEngine, start_driver
 from paceline.launch.engines.engine import split_options
 
 # Each host is a stage of its own, because Spark ends all tasks of a stage when it loses one of them. Spark does not
@@ -30,37 +30,37 @@ SPARK_SETTINGS = {
 
 
 class Spark(DriverEngine):
-    """Barrier tasks, one per host, as `asked` describes them (see `ask`); in an existing Spark `context`, if given."""
+    """Barrier tasks, one per host, as `asked` describes them (see `driver_request`); in a Spark `context`, if given."""
 
     name, title, host_prefix = "spark", "Spark", "task"
 
     def __init__(self, asked: Mapping[str, Any], context: Any = None) -> None:
         if context is not None:
-            super().__init__([], *_beside(asked, context))
+            super().__init__([], *_start_driver_thread(asked, context))
             return
         submit = shlex.join([*asked["submit"], "pyspark-shell"])
         python = variable("PYSPARK_PYTHON") or asked["python"]
         env = worker_environment(PYSPARK_SUBMIT_ARGS=submit, PYSPARK_PYTHON=python)
-        super().__init__([], *driver("spark_driver", {**asked, "submit": None}, env))
+        super().__init__([], *start_driver("spark_driver", {**asked, "submit": None}, env))
 
 
-def _beside(asked: Mapping[str, Any], context: Any) -> tuple[Any, Any, Any]:
-    """Starts the driver as a thread of this process. Returns what `driver` returns."""
-    from paceline.launch.engines.spark_driver import hold
+def _start_driver_thread(asked: Mapping[str, Any], context: Any) -> tuple[Any, Any, Any]:
+    """Starts the driver as a thread of this process. Returns what `start_driver` returns."""
+    from paceline.launch.engines.spark_driver import serve_tasks
 
     input_reader, input_writer = os.pipe()
     output_reader, output_writer = os.pipe()
 
     def work() -> None:
         with open(output_writer, "w") as out, open(input_reader):
-            hold(context, asked, input_reader, lambda **what: print(json.dumps(what), file=out, flush=True))
+            serve_tasks(context, asked, input_reader, lambda **what: print(json.dumps(what), file=out, flush=True))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return open(input_writer, "wb"), open(output_reader, "rb"), thread.join
 
 
-def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
+def driver_request(given: Mapping[str, Any], python: str) -> dict[str, Any]:
     """The request to the driver; ``submit``: options of spark-submit. UsageError: an option is missing or wrong."""
     nodes, master = given["nodes"], given["master"]
     if nodes is None:

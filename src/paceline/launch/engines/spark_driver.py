@@ -25,7 +25,7 @@ from typing import Any
 from paceline.base.handshake import NewConnections
 from paceline.base.polling import can_read
 from paceline.base.text import plural
-from paceline.launch.engines.driver_engine import CHUNK, LOST, finish, keep, reach
+from paceline.launch.engines.driver_engine import CHUNK, LOST, check_reachable, finish_host, serve_hosts
 
 LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
 ANSWER = 10  # seconds for a task to prove itself
@@ -116,7 +116,7 @@ class Gate:
 
 
 class TaskBridge:
-    """The task of a host. Once it is `attached`, it is connected to the standard streams of a process that waits for
+    """The task of a host. After `attach`, it is connected to the standard streams of a process that waits for
     the host's end.
     """
 
@@ -162,7 +162,7 @@ class TaskBridge:
                     first.send_bytes(b"begin")
                 self.arrived.set()
 
-    def attached(self, asker: socket.socket, streams: list[int]) -> TaskBridge:
+    def attach(self, asker: socket.socket, streams: list[int]) -> TaskBridge:
         """Connects the task to the `streams` of the process that waits at `asker`. Returns itself."""
         self._asker, self._streams = asker, streams
         for work in (self._hear, self._follow):
@@ -192,7 +192,7 @@ class TaskBridge:
             for thread in says:
                 thread.join(wait)
             self.hang_up()
-        finish(self._asker, self._streams, self._code, self.why)
+        finish_host(self._asker, self._streams, self._code, self.why)
 
     def hang_up(self) -> None:
         """Closes the connections of the task: its agent sees the end of its input."""
@@ -225,7 +225,7 @@ def _why(error: Exception) -> str:
     return f"preempted: {text}" if re.search("preempt|decommission", text, re.IGNORECASE) else text
 
 
-def hold(context: Any, asked: Mapping[str, Any], input_fd: int, tell: Callable[..., None]) -> None:
+def serve_tasks(context: Any, asked: Mapping[str, Any], input_fd: int, tell: Callable[..., None]) -> None:
     """Begins the tasks of the hosts and serves them until `input_fd` ends. `tell` sends a message to the launcher."""
     conf = context.getConf()
     host = conf.get("spark.driver.host")
@@ -251,9 +251,9 @@ def hold(context: Any, asked: Mapping[str, Any], input_fd: int, tell: Callable[.
             return
 
         def begin(number: int, *given: Any) -> TaskBridge:
-            return (hosts.pop(number, None) or TaskBridge(gate, context, number)).attached(*given)
+            return (hosts.pop(number, None) or TaskBridge(gate, context, number)).attach(*given)
 
-        keep(input_fd, tell, [host.where for host in hosts.values()], begin)
+        serve_hosts(input_fd, tell, [host.where for host in hosts.values()], begin)
     finally:
         gate.close()
 
@@ -278,7 +278,7 @@ def main(asked: Mapping[str, Any]) -> int:
             os.dup2(log.fileno(), stream)
         try:
             if master.startswith("spark://"):
-                reach(master.removeprefix("spark://").partition(",")[0])
+                check_reachable(master.removeprefix("spark://").partition(",")[0])
             session = SparkSession.builder.getOrCreate()
             session.sparkContext.setLogLevel("ERROR")
         except (OSError, Py4JError, PySparkException) as failure:
@@ -292,7 +292,7 @@ def main(asked: Mapping[str, Any]) -> int:
             for stream in (1, 2):
                 os.dup2(error, stream)
     try:
-        hold(session.sparkContext, asked, 0, tell)
+        serve_tasks(session.sparkContext, asked, 0, tell)
     finally:
         java = session.sparkContext._gateway.proc
         session.stop()

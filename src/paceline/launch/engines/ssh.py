@@ -29,9 +29,9 @@ class Ssh(Engine):
         ways = self._tunnel.options(host.name) if self._tunnel else ()
         return ["ssh", *self.given, *OPTIONS, *ways, "--", host.name, "sh"]  # quoted for any login shell
 
-    def way(self, host: Host) -> dict[str, str] | None:
+    def tunnel_arguments(self, host: Host) -> dict[str, str] | None:
         """The host's arguments for `tunnel.inside`, if there is a tunnel."""
-        return self._tunnel.way(host.name) if self._tunnel else None
+        return self._tunnel.arguments(host.name) if self._tunnel else None
 
     def close(self) -> None:
         """Removes the files of the tunnel."""

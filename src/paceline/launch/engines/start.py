@@ -21,11 +21,12 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts, read_variables, split_options
 from paceline.launch.engines.kubernetes import launch_pods
 from paceline.launch.engines.launcher import HostJob, Launcher
-from paceline.launch.engines.mpi import Mpi, queued
-from paceline.launch.engines.ray import Ray, ask, bundles
+from paceline.launch.engines.mpi import Mpi, pbs_hosts
+from paceline.launch.engines.ray import Ray, bundles
+from paceline.launch.engines.ray import driver_request as ray_request
 from paceline.launch.engines.slurm import allocation, submit
 from paceline.launch.engines.spark import Spark
-from paceline.launch.engines.spark import ask as ask_spark
+from paceline.launch.engines.spark import driver_request as spark_request
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
 
@@ -71,14 +72,14 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
     engine: Engine | None
     if where == "ray":
         named = given["hosts"] is not None or given["hostfile"] is not None
-        asked = ask(given, _requested_hosts(where, given["hosts"], given["hostfile"]) if named else [])
+        asked = ray_request(given, _requested_hosts(where, given["hosts"], given["hostfile"]) if named else [])
         if given["dry_run"]:
             group = json.dumps(bundles({**asked, "nodes": asked["nodes"] or 1}, []))
             say(f'placement_group({group}, strategy="STRICT_SPREAD"): sh <<< {quoted(job.script)}', sys.stdout)
             return 0
         engine = Ray(asked)
     elif where == "spark":
-        asked = ask_spark(given, job.python)
+        asked = spark_request(given, job.python)
         if given["dry_run"]:
             tasks = plural(asked["nodes"], "barrier task")
             say(f"spark-submit {command_line(asked['submit'])}: {tasks}: sh <<< {quoted(job.script)}", sys.stdout)
@@ -107,7 +108,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
 
 def _requested_hosts(where: str, hosts: str | None, file: Path | None) -> list[Host]:
     if where == "mpi" and hosts is None and file is None:
-        return queued()
+        return pbs_hosts()
     if (hosts is None) == (file is None):
         what = "the hosts are missing" if hosts is None else "--hosts and --hostfile cannot be combined"
         raise UsageError(what, "pass --hosts a,b:2 or --hostfile FILE")

@@ -57,7 +57,7 @@ class Tunnel:
         self._doors[self.addresses[name]] = door
         return ["-o", "ExitOnForwardFailure=yes", "-R", f"{goes}:{self._folder.name}/all", "-L", f"{door}:{comes}"]
 
-    def way(self, name: str) -> dict[str, str]:
+    def arguments(self, name: str) -> dict[str, str]:
         """The arguments for `inside` on that host."""
         return self._ways[name]
 
