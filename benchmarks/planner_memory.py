@@ -29,6 +29,7 @@ from typing import Any
 from turns import record
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; of version 2 below
+LIMIT = "memory.limit_in_bytes", "memory.max"  # of version 1 and 2
 BEYOND = 1.1
 KILLED = 137
 LIMITS = 1.02, 1.2  # of a worker's memory, relative to what a plan is said to need
@@ -41,7 +42,7 @@ def train(width: int, depth: int, rows: int, steps: int) -> None:
     """The script that is planned for. Each worker enters its cgroup first, if there is one."""
     group = os.environ.get("PLANNER_MEMORY_GROUP")
     if group is not None:
-        Path(f"{group}-{os.environ.get('PACELINE_RANK', '0')}", "cgroup.procs").write_text(str(os.getpid()))
+        enter(Path(f"{group}-{os.environ.get('PACELINE_RANK', '0')}"))
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -62,18 +63,25 @@ def train(width: int, depth: int, rows: int, steps: int) -> None:
         pass
 
 
+def enter(group: Path) -> None:
+    """Puts this process into a cgroup, whose limit then leaves out what the process has in memory already."""
+    status = Path("/proc/self/status").read_text()
+    present = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
+    limit = next(group / name for name in LIMIT if (group / name).exists())
+    limit.write_text(str(int(limit.read_text()) - present))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
 @contextmanager
 def groups(workers: int, limit: int) -> Iterator[str]:
     """A memory cgroup for each worker, with this limit. Yields their common path."""
-    version_1 = (GROUPS / "memory.limit_in_bytes").exists()
+    version_1 = (GROUPS / LIMIT[0]).exists()
     base = (GROUPS if version_1 else GROUPS.parent) / f"paceline-{os.getpid()}"
     paths = [Path(f"{base}-{rank}") for rank in range(workers)]
     try:
         for path in paths:
             path.mkdir()
-            if version_1:
-                (path / "memory.move_charge_at_immigrate").write_text("3")  # what the process has already counts, too
-            (path / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(limit))
+            (path / LIMIT[0 if version_1 else 1]).write_text(str(limit))
         yield str(base)
     finally:
         for path in paths:
