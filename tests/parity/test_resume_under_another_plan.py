@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def check_chain(
     plans: list[str], steps_each: int, factory: pytest.TempPathFactory, folder: Path, model: str = ""
 ) -> None:
     steps = steps_each * len(plans)
-    one = once(factory, f"{steps} steps of one worker {model}", lambda folder: train(folder, "", steps, model=model))
+    name = f"{steps} steps of one worker {model} {os.environ.get('BLOCKS')}"
+    one = once(factory, name, lambda folder: train(folder, "", steps, model=model))
     for number, plan in enumerate(plans[:-1], 1):
         train(folder, plan, steps, stop=number * steps_each, model=model)
         assert find_checkpoint(folder / "out", print).step == number * steps_each
@@ -80,7 +82,10 @@ def check_chain(
         assert json.loads(file.read_text()) == pytest.approx(json.loads(expected.read_text()), rel=1e-12), file.name
 
 
-def test_resume_under_plans_of_every_kind(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_resume_under_plans_of_every_kind(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKS", "2")
     plans = ["tensor=2", "shard=3", "pipeline=2 context=2", ""]
     check_chain(plans, 1, tmp_path_factory, tmp_path)
 
