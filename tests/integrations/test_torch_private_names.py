@@ -161,9 +161,9 @@ def unlisted_names_of_torch(modules: Modules, names: list[PrivateName]) -> Itera
     leaves = {part for path in listed for part in path.split(".") if is_private(part)}
     leaves |= set().union(*OTHERS.values())
     for module, tree in modules.items():
-        ours, theirs = defined(tree), torch_names(tree)
         if module == HOME or module.startswith("paceline.integrations."):  # those of other libraries: see their tests
             continue
+        ours, theirs = defined(tree), torch_names(tree)
         for node in of_kinds(tree, ast.Import, ast.ImportFrom, ast.Attribute, ast.Call):
             used: list[str] = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -179,9 +179,8 @@ def unlisted_names_of_torch(modules: Modules, names: list[PrivateName]) -> Itera
             elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
                 used = [] if name in ours | leaves else [str(name)]
-            for path in used:
-                known = any(f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.") for p in listed)
-                if any(map(is_private, path.split("."))) and not known:
+            for path in (one for one in used if any(map(is_private, one.split(".")))):
+                if not any(f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.") for p in listed):
                     yield f"{module}:{node.lineno}: {path} is not in NAMES of {HOME}"  # type: ignore[attr-defined]
 
 

@@ -186,9 +186,7 @@ def test_exact_sums_give_the_bytes_of_one_worker(
         pytest.param(((1, ""), (2, "shard=2 zero=1"), (2, "shard=2"), (2, "")), marks=pytest.mark.slow),
     ],
 )
-def test_resume_under_another_plan_continues_exactly(
-    chain: Any, alone: Callable[[str], bytes], tmp_path: Path
-) -> None:
+def test_resume_under_another_plan_continues_exactly(chain: Any, alone: Callable[[str], bytes], tmp_path: Path) -> None:
     for number, (workers, words) in enumerate(chain, 1):
         stop = ("--steps", str(2 * number)) if number < len(chain) else ()
         train_basics(tmp_path, BODY + TRAIN, workers, "--plan", f"{INT8} exact {words}", "--max-restarts", "0", *stop)

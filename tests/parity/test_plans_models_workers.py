@@ -108,7 +108,8 @@ MADE_FOR = {
     "batchnorm": "^$|exact$|zero=[13]",
     "tokens": "^$|exact$|zero=1|tensor",
     "partly": "^$|exact$|zero=[12]",
-    "blocks over the batch": "^(?!context|pipeline=3)",
+    "blocks over the batch": "^(?!context|pipeline=3|.*zbv|.*tensor)",
+    "shared": "^(?!.*zbv|.*tensor)",
 }
 RICH = "skips"
 MOST_WORKERS = 4

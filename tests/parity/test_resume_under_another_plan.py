@@ -49,7 +49,12 @@ EXPERTS = {
     "expert=2 tensor=2": 4,
     "shard=2 zero=1 expert=2": 4,
 }
-PLANS = {"": 1, **EXPERTS, **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()}}
+PLANS = {
+    "": 1,
+    "pipeline=2": 2,
+    **EXPERTS,
+    **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()},
+}
 SHARES = {3: "3,0,2", 4: "1,1,2,2"}
 
 
@@ -86,7 +91,7 @@ def test_resume_under_plans_of_every_kind(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKS", "2")
-    plans = ["tensor=2", "shard=3", "pipeline=2 context=2", ""]
+    plans = ["tensor=2", "shard=3", "pipeline=2", ""]
     check_chain(plans, 1, tmp_path_factory, tmp_path)
 
 

@@ -74,9 +74,7 @@ class Model(nn.Module):
     def __init__(self, count: int = 8, shunned: int = 0, shared: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(
-            Block(count, shunned, shared and number > 0) for number in range(blocks(LAYERS))
-        )
+        self.blocks = nn.ModuleList(Block(count, shunned, shared and number > 0) for number in range(blocks(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids: torch.Tensor) -> Any:

@@ -154,7 +154,9 @@ class Residual(nn.Module):
 
 
 def stack(**options: Any) -> nn.Module:
-    return nn.Sequential(nn.Linear(10, WIDTH), *(Residual(**options) for _ in range(blocks(LAYERS))), nn.Linear(WIDTH, 4))
+    return nn.Sequential(
+        nn.Linear(10, WIDTH), *(Residual(**options) for _ in range(blocks(LAYERS))), nn.Linear(WIDTH, 4)
+    )
 
 
 class Twice(nn.Module):
