@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from paceline.session.run import Run
 
 # How long an example takes says how much else this machine does.
-settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+USUAL = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("paceline", **USUAL)
+settings.register_profile("fast", **USUAL, max_examples=40)
 settings.load_profile("paceline")
 # What is imported and collected stays to the end: nobody looks through it for what could go.
 gc.disable()
@@ -70,6 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--golden writes files: run it without -n")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if config.option.markexpr == "not slow":
+        settings.load_profile("fast")
 
 
 def pytest_collection_finish() -> None:

@@ -18,8 +18,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
@@ -106,16 +107,31 @@ FIRST_SENTENCE = re.compile(r"[A-Z`\"(].*?[.:!?)](\s|$)", re.DOTALL)
 
 Modules = dict[str, ast.Module]
 Rule = Callable[[Modules], Iterator[str]]
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @cache
 def walk(tree: ast.AST) -> list[ast.AST]:
-    """All nodes of a file, which each rule goes through."""
+    """All nodes of a file."""
     return [*ast.walk(tree)]
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+@cache
+def _by_kind(tree: ast.AST) -> dict[type[ast.AST], list[tuple[int, ast.AST]]]:
+    nodes: dict[type[ast.AST], list[tuple[int, ast.AST]]] = {}
+    for place, node in enumerate(walk(tree)):
+        nodes.setdefault(type(node), []).append((place, node))
+    return nodes
+
+
+def of_kinds(tree: ast.AST, *kinds: type[Node]) -> list[Node]:
+    """The nodes of these kinds, in the order of `walk`: most rules go through few of a file's nodes."""
+    nodes: list[Any] = [node for kind in kinds for node in _by_kind(tree).get(kind, ())]
+    return [node for _, node in (sorted(nodes, key=itemgetter(0)) if len(kinds) > 1 else nodes)]
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return of_kinds(tree, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def dotted(node: ast.AST) -> str:
@@ -133,9 +149,9 @@ def room(module: str) -> str:
 
 def imports(tree: ast.AST, modules: Modules, runtime: bool) -> Iterator[tuple[int, str]]:
     """(line, module of the package) of each import, those under TYPE_CHECKING left out with `runtime`."""
-    under = [node for node in walk(tree) if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")]
+    under = [node for node in of_kinds(tree, ast.If) if dotted(node.test).endswith("TYPE_CHECKING")]
     left_out = {id(inner) for node in under for inner in ast.walk(node)} if runtime else set()
-    for node in walk(tree):
+    for node in of_kinds(tree, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import) and id(node) not in left_out:
             yield from ((node.lineno, item.name) for item in node.names if item.name.startswith("paceline."))
         elif (
@@ -205,7 +221,7 @@ def import_cycles(modules: Modules) -> Iterator[str]:
 def imports_of_the_package_itself(modules: Modules) -> Iterator[str]:
     """``import paceline`` runs into a half-initialised package; relative imports would hide from these rules."""
     for name, tree in modules.items():
-        for node in walk(tree):
+        for node in of_kinds(tree, ast.Import, ast.ImportFrom):
             if isinstance(node, ast.Import) and any(item.name == "paceline" for item in node.names):
                 yield f"{name}:{node.lineno}: import paceline"
             if isinstance(node, ast.ImportFrom) and (node.level or node.module == "paceline"):
@@ -215,7 +231,7 @@ def imports_of_the_package_itself(modules: Modules) -> Iterator[str]:
 def environment_read_elsewhere(modules: Modules) -> Iterator[str]:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for name, tree in modules.items():
-        for node in walk(tree) if name != ENVIRONMENT else ():
+        for node in of_kinds(tree, ast.Attribute, ast.ImportFrom) if name != ENVIRONMENT else ():
             used = {node.attr} if isinstance(node, ast.Attribute) else set()
             if isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
                 used = {item.name for item in node.names}
@@ -228,15 +244,15 @@ def tensors_of_the_default_dtype(modules: Modules) -> Iterator[str]:
     made = {f"torch.{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "eye")}
     made |= {"torch.rand", "torch.randn", "torch.normal", "torch.scalar_tensor"}
     for name, tree in modules.items():
-        for node in walk(tree):
-            called = dotted(node.func) if isinstance(node, ast.Call) else ""
-            if called in made and all(word.arg != "dtype" for word in node.keywords):  # type: ignore[attr-defined]
-                yield f"{name}:{node.lineno}: {called} without dtype="  # type: ignore[attr-defined]
+        for node in of_kinds(tree, ast.Call):
+            called = dotted(node.func)
+            if called in made and all(word.arg != "dtype" for word in node.keywords):
+                yield f"{name}:{node.lineno}: {called} without dtype="
 
 
 def broad_excepts(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
-        for node in walk(tree):
+        for node in of_kinds(tree, ast.ExceptHandler, ast.Call):
             kinds: list[ast.AST | None] = []
             if isinstance(node, ast.ExceptHandler):
                 kinds = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
@@ -263,7 +279,7 @@ def layouts_of(modules: Modules) -> dict[str, str]:
 def questions_about_layouts(modules: Modules) -> Iterator[str]:
     concrete = layouts_of(modules)
     for name, tree in modules.items():
-        for node in walk(tree) if name != BUILD else ():
+        for node in of_kinds(tree, ast.Call, ast.MatchClass) if name != BUILD else ():
             asked: list[ast.AST] = []
             if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass"):
                 asked = [part for argument in node.args[1:] for part in ast.walk(argument)]
@@ -284,7 +300,7 @@ def layouts_that_import_layouts(modules: Modules) -> Iterator[str]:
 
 def weights_only_loads(tree: ast.AST) -> set[int]:
     """The nodes of calls of torch's weights-only loader, which runs no code."""
-    calls = [node for node in walk(tree) if isinstance(node, ast.Call) and dotted(node.func) == "torch.load"]
+    calls = [node for node in of_kinds(tree, ast.Call) if dotted(node.func) == "torch.load"]
     pairs = [(call, word) for call in calls for word in call.keywords if word.arg == "weights_only"]
     safe = [(call, word) for call, word in pairs if isinstance(word.value, ast.Constant) and word.value.value is True]
     return {id(node) for call, word in safe for node in (call.func, word)}
@@ -293,7 +309,8 @@ def weights_only_loads(tree: ast.AST) -> set[int]:
 def unpickling(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
         safe = weights_only_loads(tree)
-        for node in walk(tree) if name != "paceline.launch.function" else ():  # a function that its caller sends
+        nodes = of_kinds(tree, ast.Import, ast.ImportFrom, ast.Attribute, ast.keyword)
+        for node in nodes if name != "paceline.launch.function" else ():  # a function that its caller sends
             used: list[str] = []
             if id(node) in safe:
                 continue
@@ -315,7 +332,7 @@ def unpickling(modules: Modules) -> Iterator[str]:
 def classes_of_one_name(modules: Modules) -> Iterator[str]:
     found: dict[str, str] = {}
     for name, tree in modules.items():
-        for node in (node for node in walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in of_kinds(tree, ast.ClassDef):
             if node.name in found:
                 yield f"{name}:{node.lineno}: {node.name} is a class of {found[node.name]}, too"
             found.setdefault(node.name, name)
@@ -324,7 +341,7 @@ def classes_of_one_name(modules: Modules) -> Iterator[str]:
 def waits_with_select(modules: Modules) -> Iterator[str]:
     """`select` takes no file descriptor from 1024 on; `paceline.base.polling` takes them all."""
     for name, tree in modules.items():
-        for node in walk(tree):
+        for node in of_kinds(tree, ast.Attribute, ast.ImportFrom):
             taken = isinstance(node, ast.ImportFrom) and node.module == "select"
             if dotted(node) == "select.select" or (taken and "select" in {item.name for item in node.names}):  # type: ignore[attr-defined]
                 yield f"{name}:{node.lineno}: select.select"  # type: ignore[attr-defined]
@@ -333,8 +350,8 @@ def waits_with_select(modules: Modules) -> Iterator[str]:
 def many_public_methods(modules: Modules) -> Iterator[str]:
     """Properties do not count, nor do setters. Classes that offer what somebody else has named may have more."""
     for name, tree in modules.items():
-        for node in walk(tree):
-            if isinstance(node, ast.ClassDef) and f"{name}.{node.name}" not in INTERFACES:
+        for node in of_kinds(tree, ast.ClassDef):
+            if f"{name}.{node.name}" not in INTERFACES:
                 methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
                 public = {one.name for one in methods if not one.name.startswith("_") and not is_property(one)}
                 if len(public) > MOST_PUBLIC_METHODS:
@@ -347,7 +364,7 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def keys_of_formats(tree: ast.Module) -> Iterator[ast.AST]:
     """Names that are keys of a file or a message: fields of a TypedDict, and keywords of what writes an event."""
-    for node in walk(tree):
+    for node in of_kinds(tree, ast.ClassDef, ast.Call):
         if isinstance(node, ast.ClassDef) and any(dotted(base).split(".")[-1] in TYPED_DICTS for base in node.bases):
             yield from (field.target for field in node.body if isinstance(field, ast.AnnAssign))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in EVENT_WRITERS:
@@ -358,7 +375,7 @@ def denied_names(modules: Modules) -> Iterator[str]:
     """Wherever a name is given or used: variables, parameters, attributes, functions, classes. Keys of formats stay."""
     for name, tree in modules.items():
         keys = {id(key) for key in keys_of_formats(tree)}
-        for node in walk(tree):
+        for node in of_kinds(tree, *NAME_FIELDS):
             if id(node) in keys:
                 continue
             used = [str(getattr(node, field)) for field in NAME_FIELDS.get(type(node), ())]
@@ -393,7 +410,7 @@ def missing_captions(modules: Modules) -> Iterator[str]:
 
 def definitions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
     """(class or public function, whether it may do without a docstring)."""
-    classes = {node.name: node for node in walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in of_kinds(tree, ast.ClassDef)}
 
     def inherited(kind: ast.ClassDef, method: str) -> bool:
         for base in kind.bases:
@@ -420,7 +437,7 @@ def definitions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | ast.FunctionD
 
 def members_of_classes(modules: Modules) -> dict[str, set[str]]:
     """What each class defines, or takes over from a class of the package: methods, fields and attributes of `self`."""
-    classes = {node.name: node for tree in modules.values() for node in walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for tree in modules.values() for node in of_kinds(tree, ast.ClassDef)}
 
     @cache
     def members(node: ast.ClassDef) -> set[str]:

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +34,7 @@ PATTERNS = {
     "told": r"\b(?:told|tells?) (?:of|what)\b",
     "is of": r"\b(?:is|are|was|were) of\b",
 }
+_ANY_PATTERN = re.compile("|".join(PATTERNS.values()))
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 _WORDS = re.compile(r"[A-Za-z]{2,}\W+[A-Za-z]{2,}")
 
@@ -53,37 +54,30 @@ def text_of(node: ast.AST) -> str | None:
     return "".join(parts)
 
 
-def _docstrings(tree: ast.AST) -> set[ast.AST]:
-    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
-    first = [statement for body in bodies for statement in body]  # attributes have docstrings too
-    return {statement.value for statement in first if isinstance(statement, ast.Expr)}
-
-
-def texts_of(source: str) -> Iterator[tuple[str, str]]:
+def texts_of(source: str) -> list[tuple[str, str]]:
     """(qualified name of the function or class, text) of each text in a module, in the order of the source."""
-    tree = ast.parse(source)
-    skipped = _docstrings(tree)
+    found: list[tuple[str, str]] = []
 
-    def walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    def collect(node: ast.AST, name: str) -> None:
         for child in ast.iter_child_nodes(node):
-            if child in skipped and text_of(child) is not None:
-                continue
+            if isinstance(child, ast.Expr) and text_of(child.value) is not None:
+                continue  # a docstring, which attributes have, too
             if (text := text_of(child)) is not None:
                 if _WORDS.search(text):
-                    yield name, text
-                continue
-            inner = name
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = f"{name}.{child.name}" if name else child.name
-            yield from walk(child, inner)
+                    found.append((name, text))
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                collect(child, f"{name}.{child.name}" if name else child.name)
+            elif not isinstance(child, ast.Name | ast.expr_context | ast.operator | ast.cmpop):
+                collect(child, name)
 
-    return walk(tree, "")
+    collect(ast.parse(source), "")
+    return found
 
 
-def texts() -> Iterator[tuple[Path, list[tuple[str, str]]]]:
+@cache
+def texts() -> list[tuple[Path, list[tuple[str, str]]]]:
     """(module's file, its texts by the name of the function or class) of all modules."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path, [*texts_of(path.read_text())]
+    return [(path, texts_of(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def pages() -> dict[str, str]:
@@ -106,8 +100,9 @@ def counted() -> tuple[Counter[str], list[str]]:
     counts, places = Counter[str](), []
     for path, found in texts():
         for name, text in found:
-            for pattern, expression in PATTERNS.items():
-                if re.search(expression, _PLACEHOLDER.sub("", text)) and "=> {" not in text:  # which is JavaScript
+            plain = _PLACEHOLDER.sub("", text)
+            for pattern, expression in PATTERNS.items() if _ANY_PATTERN.search(plain) else ():
+                if re.search(expression, plain) and "=> {" not in text:  # which is JavaScript
                     counts[pattern] += 1
                     places.append(f"{path.relative_to(ROOT)}: {name}: [{pattern}] {' '.join(text.split())}")
     return counts, places

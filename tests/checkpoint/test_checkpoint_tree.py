@@ -120,13 +120,13 @@ TREES = st.recursive(
 
 
 @given(TREES, st.sampled_from(["", "trainer.state"]))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_pack_and_unpack_keep_every_bit_of_a_tree(tree: Any, prefix: str) -> None:
     assert same(through_json(tree, prefix), tree)
 
 
 @given(TREES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_a_checkpoint_on_disk_keeps_every_bit_of_a_tree(tree: Any) -> None:
     flat, skeleton = flatten({"tree": tree}, "")
     with tempfile.TemporaryDirectory() as folder:

@@ -282,7 +282,7 @@ def fuzz(
 def in_each(names: Iterable[str], together: Iterable[str] | None = None) -> list[Any]:
     """Readers together on few examples; in slow tests each on many."""
     slow = [pytest.param([name], 2_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)], id=name) for name in names]
-    return [pytest.param([*(together or names)], 40, id="all"), *slow]
+    return [pytest.param([*(together or names)], 15, id="all"), *slow]
 
 
 def write_events(folder: Path, events: list[Any]) -> None:
@@ -316,7 +316,7 @@ def test_journal_with_a_changed_field_is_read_or_refused(names: list[str], examp
     fuzz(examples, mutated(EVENTS) | mutated(GOES_ON), act, SEEDS)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("examples", [30, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_garbled_journal_is_read_or_refused(examples: int, tmp_path: Path) -> None:
     """A line that is no JSON was torn by a crash, and is skipped."""
     write_events(tmp_path, EVENTS)
@@ -497,7 +497,7 @@ def test_a_tensor_of_any_name_is_imported_inspected_and_exported(name: str, tmp_
     }
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("examples", [30, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_import_reads_or_refuses_a_wrong_index_or_header(examples: int, tmp_path: Path) -> None:
     folder, index = tmp_path / "given", tmp_path / "given/model.safetensors.index.json"
     folder.mkdir()

@@ -171,7 +171,7 @@ if a.main:
     assert equal(load_file(tmp_path / "b.safetensors"), weights())
     assert not equal(load_file(tmp_path / "a.safetensors"), weights())
     import_model(source, tmp_path / "other", trainer=2)
-    done = paceline("run", "--run-dir", "other", "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS))
+    done = paceline("run", "--run-dir", "other", "train.py", cwd=tmp_path, code=1)
     assert (
         f"CheckpointError: the weights imported from {source} are for trainer 2, and the script has made 2 trainers; "
         "create all trainers before the first step, or import the weights again with another --trainer\n"

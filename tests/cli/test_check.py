@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, paceline
+from launching import paceline
 
 
 def check(body: str, tmp_path: Path, *options: str, code: int = 0) -> str:
     (tmp_path / "train.py").write_text("import os, sys\nfrom basics import *\n" + body)
     args = ("check", "train.py", "--workers", "3", "--steps", "3", *options)
-    return paceline(*args, cwd=tmp_path, code=code, PYTHONPATH=str(SCRIPTS)).stdout
+    return paceline(*args, cwd=tmp_path, code=code).stdout
 
 
 def differences(said: str) -> list[float]:
@@ -86,7 +86,7 @@ def test_what_differs_from_run_to_run_is_found(tmp_path):
 
 def test_a_script_that_ends_too_early(tmp_path):
     (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=2))\n")
-    done = paceline("check", "train.py", cwd=tmp_path, code=2, PYTHONPATH=str(SCRIPTS))
+    done = paceline("check", "train.py", cwd=tmp_path, code=2)
     assert done.stderr.endswith(
         "paceline: train.py could not be checked with 1 worker: it ended before step 5; "
         "see the output above, or use fewer --steps\n"

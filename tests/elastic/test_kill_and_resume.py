@@ -67,7 +67,7 @@ def short(tmp_path):
     )
 
     def go(*arguments: str, count: int = 8, code: int = 0):
-        return paceline("run", *arguments, "train.py", str(count), cwd=tmp_path, code=code, PYTHONPATH=str(SCRIPTS))
+        return paceline("run", *arguments, "train.py", str(count), cwd=tmp_path, code=code)
 
     return go
 
@@ -194,7 +194,7 @@ def test_resume_goes_on_with_state_epochs_and_an_iterable_dataset(tmp_path):
         ("out", "1,1,1", ()),
     ):
         options = ("--run-dir", folder, *(("--steps", *steps) if steps else ()))
-        done = paceline("run", *options, "train.py", epochs, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        done = paceline("run", *options, "train.py", epochs, cwd=tmp_path)
         if not steps:
             weights.append([load_file(tmp_path / f"{name}.safetensors") for name in ("loops", "stream")])
     assert done.stdout == "12 17\n"
@@ -214,7 +214,7 @@ def test_resume_does_not_go_on_with_a_loop_that_was_left_before_another(tmp_path
     found = []
     for name, steps, leave in (("a", (), 3), ("b", ("--steps", "5"), 3), ("b", (), 3), ("c", (), 2), ("c", (), 3)):
         arguments = ("run", "--run-dir", name, *steps, "train.py", str(leave))
-        done = paceline(*arguments, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        done = paceline(*arguments, cwd=tmp_path)
         found.append((done.stdout, (tmp_path / "weights.safetensors").read_bytes()))
     assert [said for said, _ in found] == ["8\n", "", "8\n", "2\n", "8\n"]
     assert found[0][1] == found[2][1] == found[4][1]

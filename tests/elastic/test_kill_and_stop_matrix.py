@@ -21,7 +21,7 @@ from agents import alive
 from clusters import Agent, Cluster, processes, worker_of
 from clusters import cluster as cluster
 from covering import each_value, pairwise
-from launching import SCRIPTS, paceline
+from launching import paceline
 from networks import hosts as hosts
 
 from paceline.base.journal import effective_steps, read_journal
@@ -84,7 +84,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], byt
         for name, text in (("other.py", SCRIPT), ("gate", "")):
             (folder / name).write_text(text)
         command = ("run", "--plan", plan, "--run-dir", "run", "other.py", "out", str(STEPS))
-        paceline(*command, cwd=folder, PYTHONPATH=str(SCRIPTS))
+        paceline(*command, cwd=folder)
         return (folder / "out.safetensors").read_bytes()
 
     return of

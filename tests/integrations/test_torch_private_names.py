@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from house_rules import PACKAGE, ROOT, Modules, dotted, walk
+from house_rules import PACKAGE, ROOT, Modules, dotted, of_kinds
 from launching import train_basics
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -130,7 +130,7 @@ OTHERS = {
 def torch_names(tree: ast.Module) -> dict[str, str]:
     """{name in this file: dotted name in torch} of its imports."""
     found = {}
-    for node in walk(tree):
+    for node in of_kinds(tree, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             found |= {i.asname or "torch": i.name if i.asname else "torch" for i in node.names if i.name[:5] == "torch"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -145,7 +145,7 @@ def is_private(name: str) -> bool:
 def defined(tree: ast.Module) -> set[str]:
     """What a file defines or assigns itself: functions, classes, variables, and attributes of `self`."""
     found = set()
-    for node in walk(tree):
+    for node in of_kinds(tree, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name, ast.Attribute):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -161,10 +161,10 @@ def unlisted_names_of_torch(modules: Modules, names: list[PrivateName]) -> Itera
     leaves = {part for path in listed for part in path.split(".") if is_private(part)}
     leaves |= set().union(*OTHERS.values())
     for module, tree in modules.items():
-        ours, theirs = defined(tree), torch_names(tree)
         if module == HOME or module.startswith("paceline.integrations."):  # those of other libraries: see their tests
             continue
-        for node in walk(tree):
+        ours, theirs = defined(tree), torch_names(tree)
+        for node in of_kinds(tree, ast.Import, ast.ImportFrom, ast.Attribute, ast.Call):
             used: list[str] = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 used = [f"{node.module}.{item.name}" for item in node.names]
@@ -179,9 +179,8 @@ def unlisted_names_of_torch(modules: Modules, names: list[PrivateName]) -> Itera
             elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
                 used = [] if name in ours | leaves else [str(name)]
-            for path in used:
-                known = any(f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.") for p in listed)
-                if any(map(is_private, path.split("."))) and not known:
+            for path in (one for one in used if any(map(is_private, one.split(".")))):
+                if not any(f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.") for p in listed):
                     yield f"{module}:{node.lineno}: {path} is not in NAMES of {HOME}"  # type: ignore[attr-defined]
 
 

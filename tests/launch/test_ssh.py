@@ -17,7 +17,7 @@ import pytest
 from agents import journal, until
 from clusters import processes
 from conftest import lacking
-from launching import SCRIPTS, paceline
+from launching import paceline
 from networks import Network
 from networks import hosts as hosts
 from oracle import apart
@@ -164,7 +164,7 @@ def test_ssh_ctrl_c_saves_and_the_same_command_resumes(shore: Callable[[int], Sh
     _, error = here.start("--hosts", "a,b", "--run-dir", "run", "train.py").communicate(timeout=200)
     assert "train.py finished at step 400" in error
     found = load_file(tmp_path / "out.safetensors")
-    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path)
     assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
 
 
@@ -257,7 +257,7 @@ def test_ssh_tunnel_host_leaves_and_joins_again(shore: Callable[[int], Shore], t
     _, error = process.communicate(timeout=200)
     assert process.returncode == 0, error
     found = load_file(tmp_path / "out.safetensors")
-    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path)
     assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
     until(here.nobody, 100)
 

@@ -5,6 +5,7 @@ weights, AdamW on the copies, and the copies rounded into the weights after each
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from checkpoints import find_checkpoint
 from launching import exported, train_basics
+from once import once
 from oracle import apart, built, grid
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,7 +23,7 @@ from paceline.checkpoint.tree import unflatten
 from paceline.compute.master_weights import follow, round_stochastically
 from paceline.team.fault_injection import read_log
 
-STEPS, BATCH, CLIP = 12, 24, 1.0
+STEPS, BATCH, CLIP = 8, 24, 1.0
 BODY = """
 class Block(nn.Module):
     def __init__(self):
@@ -40,7 +42,7 @@ def forward(model, batch):
 """
 TRAIN = """
 t = paceline.Trainer(model, summed, optimizer, global_batch=24, clip_norm=1.0, forward=forward)
-for report in t.steps(data, count=12): pass
+for report in t.steps(data, count=8): pass
 t.export("out.safetensors")
 """
 MADE: dict[str, Any] = {}
@@ -93,6 +95,17 @@ def masters_in(folder: Path) -> dict[str, torch.Tensor]:
         checkpoint.manifest["tree"]["trainers"][0]["masters"], checkpoint.tensors()
     )
     return masters
+
+
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
+    """What one worker exports with `exact` and these words of a plan."""
+
+    def export(words: str) -> bytes:
+        make = lambda folder: exported(folder / "one", BODY + TRAIN, 1, f"{words} exact")
+        return (once(tmp_path_factory, f"exact {words} of one worker", make) / "one" / "out.safetensors").read_bytes()
+
+    return export
 
 
 @pytest.mark.parametrize("words", [PURE, STOCHASTIC])
@@ -152,14 +165,13 @@ def test_many_workers_are_as_near_to_float32_as_one_process(workers: int, words:
         ],
     ],
 )
-def test_exact_sums_give_the_bytes_of_one_worker(precision: str, plans: Any, tmp_path: Path) -> None:
+def test_exact_sums_give_the_bytes_of_one_worker(
+    precision: str, plans: Any, alone: Callable[[str], bytes], tmp_path: Path
+) -> None:
     """Also where weights are rounded stochastically: draws belong to the elements of the full parameters."""
-    one = exported(tmp_path / "one", BODY + TRAIN, 1, f"{precision} exact").read_bytes()
     for workers, words in plans:
-        assert (
-            exported(tmp_path / f"plan {words}", BODY + TRAIN, workers, f"{precision} exact {words}").read_bytes()
-            == one
-        )
+        found = exported(tmp_path / f"plan {words}", BODY + TRAIN, workers, f"{precision} exact {words}")
+        assert found.read_bytes() == alone(precision)
 
 
 CHAIN = ((1, ""), (2, "shard=2 zero=1"), (2, "shard=2"), (2, ""))
@@ -173,13 +185,14 @@ CHAIN = ((1, ""), (2, "shard=2 zero=1"), (2, "shard=2"), (2, ""))
         pytest.param(STOCHASTIC, CHAIN, marks=pytest.mark.slow),
     ],
 )
-def test_resume_under_another_plan_continues_exactly(precision: str, chain: Any, tmp_path: Path) -> None:
-    one = exported(tmp_path / "one", BODY + TRAIN, 1, f"{precision} exact").read_bytes()
+def test_resume_under_another_plan_continues_exactly(
+    precision: str, chain: Any, alone: Callable[[str], bytes], tmp_path: Path
+) -> None:
     for number, (workers, words) in enumerate(chain, 1):
-        stop = ("--steps", str(3 * number)) if number < len(chain) else ()
+        stop = ("--steps", str(2 * number)) if number < len(chain) else ()
         plan = ("--plan", f"{precision} exact {words}", "--max-restarts", "0")
         train_basics(tmp_path, BODY + TRAIN, workers, *plan, *stop)
-    assert (tmp_path / "out.safetensors").read_bytes() == one
+    assert (tmp_path / "out.safetensors").read_bytes() == alone(precision)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +223,11 @@ def test_resume_in_another_precision_continues_from_the_float32_weights(
     ],
 )
 def test_killed_workers_come_back_with_their_master_copies(
-    words: str, workers: int, chaos: str, tmp_path: Path
+    words: str, workers: int, chaos: str, alone: Callable[[str], bytes], tmp_path: Path
 ) -> None:
-    one = exported(tmp_path / "one", BODY + TRAIN, 1, f"{PURE} exact").read_bytes()
     train_basics(tmp_path, BODY + TRAIN, workers, "--plan", f"{PURE} exact {words}", chaos=chaos)
     assert len(read_log(tmp_path / "out")) == len(chaos.split(","))
-    assert (tmp_path / "out.safetensors").read_bytes() == one
+    assert (tmp_path / "out.safetensors").read_bytes() == alone(PURE)
 
 
 @pytest.mark.slow
@@ -256,8 +268,8 @@ def test_imported_float32_weights_become_the_master_copies(tmp_path: Path) -> No
     weights = built(MADE["model"], seed=5).state_dict()
     save_file(weights, tmp_path / "first.safetensors")
     import_model(tmp_path / "first.safetensors", tmp_path / "out")
-    train_basics(tmp_path, BODY + TRAIN.replace("count=12", "count=0"), 1, "--plan", PURE)
-    train_basics(tmp_path, BODY + TRAIN.replace("count=12", "count=1"), 1, "--plan", f"micro=24 {PURE}")
+    train_basics(tmp_path, BODY + TRAIN.replace("count=8", "count=0"), 1, "--plan", PURE)
+    train_basics(tmp_path, BODY + TRAIN.replace("count=8", "count=1"), 1, "--plan", f"micro=24 {PURE}")
     hand = ByHand()
     for name, param in hand.model.named_parameters():
         hand.masters[name].detach().copy_(weights[name])

@@ -145,8 +145,9 @@ def test_any_number_of_replicas_of_one_cut_has_the_same_bits(tmp_path: Path, pla
     assert all(found == outcomes[0] for found in outcomes[1:])
 
 
-def test_exact_stages_have_the_bits_of_one_worker(tmp_path: Path) -> None:
+def test_exact_stages_have_the_bits_of_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block computes what it does on one worker, in the same order."""
+    monkeypatch.setenv("BLOCKS", "2")
     teams = [("1", []), ("2", ["pipeline=2"]), ("4", ["pipeline=2", "schedule=gpipe"])]
     outcomes = [outcome(tmp_path / workers, ["--workers", workers], "gpt", "short", *plan) for workers, plan in teams]
     assert all(found == outcomes[0] for found in outcomes[1:])

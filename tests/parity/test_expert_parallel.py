@@ -57,10 +57,15 @@ def mixtures() -> list[Any]:
     [("expert=4", "empty"), pytest.param("shard=2 zero=3 expert=2 pipeline=2", "", marks=pytest.mark.slow)],
 )
 def test_divided_experts_train_as_one_worker(
-    plan: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    plan: str,
+    shares: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With six experts for four workers the last one has none."""
-    models = ["experts", "six experts, two shunned", "frozen experts"]
+    monkeypatch.setenv("BLOCKS", "2")
+    models = ["six experts, two shunned", "frozen experts"]
     train_cases(tmp_path, plan, WORKERS[plan], models, SHARES[shares or "equal"].get(WORKERS[plan], ""), short=True)
     check_cases(tmp_path, EXPERT_MODELS, models, tmp_path_factory, short=True)
     notes = [str(event["text"]) for event in journal(tmp_path / "run", "note")]
@@ -135,9 +140,9 @@ def test_replicas_with_experts_that_join_a_run(
 ) -> None:
     """Workers of another agent are new replicas: `expert=2` of two workers becomes `data=2 expert=2` of four."""
     monkeypatch.setenv("EXPERTS", "1")
-    gate, run = tmp_path / "gate", tmp_path / "run"
+    gate, run, steps = tmp_path / "gate", tmp_path / "run", 36
     command = [sys.executable, "-m", "paceline", "run"]
-    script, env = [SCRIPTS / "survivor.py", tmp_path / "out", str(LONG)], environment(WAIT=f"{gate} go 1")
+    script, env = [SCRIPTS / "survivor.py", tmp_path / "out", str(steps)], environment(WAIT=f"{gate} go 1")
     options = ["--workers", str(workers), "--run-dir", run, "--plan", f"micro=4 {plan}"]
     first = Process([*command, *options, *script], env, cwd=tmp_path, stderr=PIPE)
     until(lambda: (run / "coordinator.json").exists() and journal(run, "step")[3:])
@@ -147,7 +152,7 @@ def test_replicas_with_experts_that_join_a_run(
     gate.write_text("go\n")
     texts = [process.communicate(timeout=120)[1] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), "\n".join(texts)
-    calm.meets(outcome(tmp_path, texts[0]), LONG)
+    calm.meets(outcome(tmp_path, texts[0]), steps)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from once import once
 from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
+from warm import Process, environment
 
 from paceline.compute.expert_modules import inputs_of, is_experts
 from paceline.parallel.tensor_parallel.experts import run_experts
@@ -33,9 +32,9 @@ FAST = ("mixtral", "expert=2")
 
 def plain(name: str, folder: Path) -> None:
     """In a process of its own, as the script changes what `float()` does."""
-    environment = {**os.environ, **TRANSFORMERS, "PYTHONPATH": f"{SCRIPTS}:{Path(oracle.__file__).parent}"}
-    command = [sys.executable, str(SCRIPTS / "experts.py"), name, "out", "plain"]
-    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=300)
+    command = [sys.executable, SCRIPTS / "experts.py", name, "out", "plain"]
+    with Process(command, environment(**TRANSFORMERS), cwd=folder) as process:
+        assert process.wait(300) == 0
 
 
 def result(folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:

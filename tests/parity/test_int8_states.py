@@ -5,6 +5,7 @@ are rounded after each update to what 8 bits hold.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from agents import journal
 from checkpoints import find_checkpoint
 from launching import exported, train_basics
+from once import once
 from oracle import apart, built, grid
 from safetensors.torch import load_file
 from torch import nn
@@ -21,7 +23,7 @@ from paceline.checkpoint.tree import unflatten
 from paceline.compute.int8_states import BLOCK, Int8States, decode, encode, state_bytes
 from paceline.team.fault_injection import read_log
 
-STEPS, BATCH, CLIP = 12, 24, 1.0
+STEPS, BATCH, CLIP = 8, 24, 1.0
 BODY = """
 class Block(nn.Module):
     def __init__(self):
@@ -44,7 +46,7 @@ rate = lambda step: 1 / (1 + step)
 """
 TRAIN = """
 t = paceline.Trainer(model, summed, optimizer, global_batch=24, clip_norm=1.0, forward=forward, schedule=rate)
-for report in t.steps(data, count=12): pass
+for report in t.steps(data, count=8): pass
 t.export("out.safetensors")
 """
 MADE: dict[str, Any] = {}
@@ -148,6 +150,17 @@ def test_many_workers_are_as_near_to_float32_as_one_process(workers: int, words:
 PURE = "precision=bf16:pure"
 
 
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
+    """What one worker exports with `exact` and these words of a plan."""
+
+    def export(words: str) -> bytes:
+        make = lambda folder: exported(folder / "one", BODY + TRAIN, 1, f"{words} exact")
+        return (once(tmp_path_factory, f"exact {words} of one worker", make) / "one" / "out.safetensors").read_bytes()
+
+    return export
+
+
 @pytest.mark.parametrize(
     ("precision", "plans"),
     [
@@ -156,12 +169,14 @@ PURE = "precision=bf16:pure"
         *[pytest.param(words, ((2, "shard=2"),), marks=pytest.mark.slow) for words in (PURE, f"{PURE},stochastic")],
     ],
 )
-def test_exact_sums_give_the_bytes_of_one_worker(precision: str, plans: Any, tmp_path: Path) -> None:
+def test_exact_sums_give_the_bytes_of_one_worker(
+    precision: str, plans: Any, alone: Callable[[str], bytes], tmp_path: Path
+) -> None:
     """Blocks lie within rows, so that shards have the blocks of the full parameters."""
-    words = f"{INT8} exact {precision}"
-    one = exported(tmp_path / "one", BODY + TRAIN, 1, words).read_bytes()
+    words = f"{INT8} {precision}".strip()
     for workers, plan in plans:
-        assert exported(tmp_path / f"plan {plan}", BODY + TRAIN, workers, f"{words} {plan}").read_bytes() == one
+        found = exported(tmp_path / f"plan {plan}", BODY + TRAIN, workers, f"{words} exact {plan}")
+        assert found.read_bytes() == alone(words)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +186,11 @@ def test_exact_sums_give_the_bytes_of_one_worker(precision: str, plans: Any, tmp
         pytest.param(((1, ""), (2, "shard=2 zero=1"), (2, "shard=2"), (2, "")), marks=pytest.mark.slow),
     ],
 )
-def test_resume_under_another_plan_continues_exactly(chain: Any, tmp_path: Path) -> None:
-    one = exported(tmp_path / "one", BODY + TRAIN, 1, f"{INT8} exact").read_bytes()
+def test_resume_under_another_plan_continues_exactly(chain: Any, alone: Callable[[str], bytes], tmp_path: Path) -> None:
     for number, (workers, words) in enumerate(chain, 1):
-        stop = ("--steps", str(3 * number)) if number < len(chain) else ()
+        stop = ("--steps", str(2 * number)) if number < len(chain) else ()
         train_basics(tmp_path, BODY + TRAIN, workers, "--plan", f"{INT8} exact {words}", "--max-restarts", "0", *stop)
-    assert (tmp_path / "out.safetensors").read_bytes() == one
+    assert (tmp_path / "out.safetensors").read_bytes() == alone(INT8)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +215,12 @@ def test_resume_with_and_without_the_word(before: str, after: str, workers: int,
         pytest.param("shard=2", 4, "kill:1@4.applied", marks=pytest.mark.slow),
     ],
 )
-def test_killed_workers_come_back_with_their_states(words: str, workers: int, chaos: str, tmp_path: Path) -> None:
-    one = exported(tmp_path / "one", BODY + TRAIN, 1, f"{INT8} exact").read_bytes()
+def test_killed_workers_come_back_with_their_states(
+    words: str, workers: int, chaos: str, alone: Callable[[str], bytes], tmp_path: Path
+) -> None:
     train_basics(tmp_path, BODY + TRAIN, workers, "--plan", f"{INT8} exact {words}", chaos=chaos)
     assert len(read_log(tmp_path / "out")) == len(chaos.split(","))
-    assert (tmp_path / "out.safetensors").read_bytes() == one
+    assert (tmp_path / "out.safetensors").read_bytes() == alone(INT8)
 
 
 def test_memory_is_two_bytes_for_each_element(tmp_path: Path) -> None:

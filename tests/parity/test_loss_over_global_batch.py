@@ -21,7 +21,7 @@ from by_hand import built, grid
 from covering import each_value
 from fault_runs import STEPS as LOST_STEPS
 from fault_runs import Ended, fired, outcome, same, train
-from launching import SCRIPTS, equal_bytes, exported, paceline, train_basics
+from launching import equal_bytes, exported, paceline, train_basics
 from once import once
 from oracle import apart
 from over_batch import CASES, ROWS, tower, triplet
@@ -388,5 +388,5 @@ def test_loss_over_the_batch_sends_outputs_and_gradients_once(tmp_path: Path) ->
 @pytest.mark.slow
 def test_check_command_with_a_loss_over_the_batch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\n" + EXACT)
-    said = paceline("check", "train.py", "--workers", "2", "--steps", "3", cwd=tmp_path, PYTHONPATH=str(SCRIPTS)).stdout
+    said = paceline("check", "train.py", "--workers", "2", "--steps", "3", cwd=tmp_path).stdout
     assert said.splitlines()[-1] == "verdict: the same training on 2 workers as on one"

@@ -93,6 +93,7 @@ DECISIONS = {
     "context": "sequences are divided among .* holds the full weights",
     "shard=[2-9] zero=3": "parameters are gathered (in|at once)",
 }
+FOUR_BLOCKS = "virtual|zbv"  # the fast tests train models of two blocks under other plans
 IN_TRANSFORMERS = {"llama", "llama, tied"}  # which takes seconds to be imported
 # Only the slow tests train models that resemble another one, train a model under plans that it was not made for, train
 # more than one model under a mixture of plans, and use many workers.
@@ -107,7 +108,8 @@ MADE_FOR = {
     "batchnorm": "^$|exact$|zero=[13]",
     "tokens": "^$|exact$|zero=1|tensor",
     "partly": "^$|exact$|zero=[12]",
-    "blocks over the batch": "^(?!context|pipeline=3)",
+    "blocks over the batch": "^(?!context|pipeline=3|.*zbv|.*tensor)",
+    "shared": "^(?!.*zbv|.*tensor)",
 }
 RICH = "skips"
 MOST_WORKERS = 4
@@ -172,9 +174,14 @@ def trained(run: Run, models: tuple[str, ...], factory: pytest.TempPathFactory, 
     options = ["--workers", str(workers), *(["--shares", SHARES[workers]] if replicas > 1 else [])]
     options += ["--max-restarts", "0"] if plan else []
     command = ("run", *options, "--run-dir", "run", SCRIPTS / "contract.py", "out", *models, *plan.split())
-    env = TRANSFORMERS if IN_TRANSFORMERS & {*models} else {}
+    env = TRANSFORMERS if IN_TRANSFORMERS & {*models} else fewer_blocks(plan, *short)
     name = f"parity of {named(run)} {short}"
     return once(factory, name, lambda folder: paceline(*command, *short, cwd=folder, timeout=800, **env))
+
+
+def fewer_blocks(plan: str, *short: str) -> dict[str, str]:
+    """Sets BLOCKS for the short trainings of the fast tests."""
+    return {"BLOCKS": "2"} if short and not re.search(FOUR_BLOCKS, plan) else {}
 
 
 def oracle(model: str, plan: str, factory: pytest.TempPathFactory, *short: str) -> Result:
@@ -183,7 +190,10 @@ def oracle(model: str, plan: str, factory: pytest.TempPathFactory, *short: str) 
     if micro := re.search(r"micro=(\d+)", plan):
         case = replace(case, micro=int(micro[1]))
     make = partial(train_over_batch if case.loss_over else train, case)
-    return result_once(factory, f"oracle of {model} {short} {case.micro}", make)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in fewer_blocks(plan, *short).items():
+            patch.setenv(variable, value)
+        return result_once(factory, f"oracle of {model} {short} {case.micro}", make)
 
 
 def is_statistic(name: str) -> bool:

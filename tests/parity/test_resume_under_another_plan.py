@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,12 @@ EXPERTS = {
     "expert=2 tensor=2": 4,
     "shard=2 zero=1 expert=2": 4,
 }
-PLANS = {"": 1, **EXPERTS, **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()}}
+PLANS = {
+    "": 1,
+    "pipeline=2": 2,
+    **EXPERTS,
+    **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()},
+}
 SHARES = {3: "3,0,2", 4: "1,1,2,2"}
 
 
@@ -64,7 +70,8 @@ def check_chain(
     plans: list[str], steps_each: int, factory: pytest.TempPathFactory, folder: Path, model: str = ""
 ) -> None:
     steps = steps_each * len(plans)
-    one = once(factory, f"{steps} steps of one worker {model}", lambda folder: train(folder, "", steps, model=model))
+    name = f"{steps} steps of one worker {model} {os.environ.get('BLOCKS')}"
+    one = once(factory, name, lambda folder: train(folder, "", steps, model=model))
     for number, plan in enumerate(plans[:-1], 1):
         train(folder, plan, steps, stop=number * steps_each, model=model)
         assert find_checkpoint(folder / "out", print).step == number * steps_each
@@ -80,8 +87,11 @@ def check_chain(
         assert json.loads(file.read_text()) == pytest.approx(json.loads(expected.read_text()), rel=1e-12), file.name
 
 
-def test_resume_under_plans_of_every_kind(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    plans = ["tensor=2", "shard=3", "pipeline=2 context=2", ""]
+def test_resume_under_plans_of_every_kind(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKS", "2")
+    plans = ["tensor=2", "shard=3", "pipeline=2", ""]
     check_chain(plans, 1, tmp_path_factory, tmp_path)
 
 

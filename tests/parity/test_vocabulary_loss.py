@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from vocabulary import BATCH, CALLING, DIVIDED, LOSSES, MODELS, RATE, STEPS, Model, rows
 
 VERIFIED = "tensor= was verified on one micro-batch"
-FAST = ["plain", "ignoring", "with_z_loss", "masked", "of_other_functions", "written"]
+FAST = ["plain", "ignoring", "with_z_loss", "of_other_functions", "written"]
 PLANS = {
     "tensor=4": 4,
     "data=2 tensor=2": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,11 @@ class Case:
     micro: int | None = None
     forward: Callable[[nn.Module, Any], Any] = lambda model, batch: model(batch[0])
     loss_over: str | None = None
+
+
+def blocks(usual: int) -> int:
+    """The number of blocks of a model: `usual`, or the number in BLOCKS, by which fast tests make models smaller."""
+    return int(os.environ.get("BLOCKS", usual))
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Case, next_token, warm_up
+from cases import Case, blocks, next_token, warm_up
 from mixture_models import adamw, words
 from torch import nn
 
@@ -74,7 +74,7 @@ class Model(nn.Module):
     def __init__(self, count: int = 8, shunned: int = 0, shared: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(count, shunned, shared and number > 0) for number in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(count, shunned, shared and number > 0) for number in range(blocks(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids: torch.Tensor) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import paceline
 
 WORDS, LENGTH, ROWS = 97, 12, 48
-BATCH, MICRO, STEPS = 12, 4, 20
+BATCH, MICRO, STEPS = 12, 4, 6
 COMMON = {
     "vocab_size": WORDS,
     "hidden_size": 32,
@@ -105,6 +105,7 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def plain(name: str, out: str) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
     from oracle import Plain, grid
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-WORDS, WIDTH, HEADS, HEAD, ROWS, BATCH, STEPS, RATE = 19, 8, 2, 4, 16, 4, 20, 0.1
+WORDS, WIDTH, HEADS, HEAD, ROWS, BATCH, STEPS, RATE = 19, 8, 2, 4, 16, 4, 6, 0.1
 KINDS = {  # the key-value heads, the length of a row, and what attention sees
     "causal": (2, 24, "causal"),
     "grouped": (1, 24, "causal"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Case, cross_entropy, next_token, rows, warm_up
+from cases import Case, blocks, cross_entropy, next_token, rows, warm_up
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -44,7 +44,7 @@ class Gpt(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
         if early:
             self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block(keys) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(keys) for _ in range(blocks(LAYERS)))
         if not early:
             self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Case, cross_entropy, next_token, rows, warm_up
+from cases import Case, blocks, cross_entropy, next_token, rows, warm_up
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -92,7 +92,7 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH, padding_idx=padding)
-        self.blocks = nn.ModuleList(Block(**block) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(**block) for _ in range(blocks(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.divided = divided
         if tied:
@@ -104,7 +104,7 @@ class Gpt(nn.Module):
         x = self.words(ids)
         for number, block in enumerate(self.blocks):
             x = block(x)
-            if self.divided > 1 and number == LAYERS // 2 - 1 and x.requires_grad:
+            if self.divided > 1 and number == len(self.blocks) // 2 - 1 and x.requires_grad:
                 x.register_hook(lambda grad: grad / self.divided)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
@@ -154,7 +154,9 @@ class Residual(nn.Module):
 
 
 def stack(**options: Any) -> nn.Module:
-    return nn.Sequential(nn.Linear(10, WIDTH), *(Residual(**options) for _ in range(4)), nn.Linear(WIDTH, 4))
+    return nn.Sequential(
+        nn.Linear(10, WIDTH), *(Residual(**options) for _ in range(blocks(LAYERS))), nn.Linear(WIDTH, 4)
+    )
 
 
 class Twice(nn.Module):

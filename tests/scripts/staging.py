@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import blocks
 from cutting import HEADS, WIDTH, images, words
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -48,7 +49,7 @@ class Skips(nn.Module):
         super().__init__()
         self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         self.words = nn.Embedding(97, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks(LAYERS)))
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ class Pair(nn.Module):
 class Tuples(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({f"number {n}": Pair() for n in range(LAYERS)})
+        self.layer = nn.ModuleDict({f"number {n}": Pair() for n in range(blocks(LAYERS))})
         self.out = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

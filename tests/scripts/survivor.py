@@ -86,17 +86,21 @@ def right(output, batch):
     return {"right": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
 
 
-def pause(step):
-    """In long runs what is waited for happens meanwhile: so many lines of RUN/FILE that hold a word."""
-    if "WAIT" not in os.environ:
-        return 0.0
+def has_happened():
+    """What long runs wait for: so many lines of RUN/FILE that hold a word."""
     file, word, count = os.environ["WAIT"].split()
     path = os.path.join(os.environ["PACELINE_RUN_DIR"], file)
-    there = 0
-    if os.path.exists(path):
-        with open(path) as lines:
-            there = sum(word in line for line in lines)
-    return 0.0 if there >= int(count) else 1.0 if step > 40 else 0.05
+    if not os.path.exists(path):
+        return False
+    with open(path) as lines:
+        return sum(word in line for line in lines) >= int(count)
+
+
+def pause(step):
+    """It happens during the first steps, as a rule; the others wait longer, 50 seconds together."""
+    until = time.monotonic() + (90 / steps if step > steps * 4 // 9 else 0.05)
+    while not has_happened() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, 0.05))
 
 
 trainer = paceline.Trainer(
@@ -112,7 +116,8 @@ trainer = paceline.Trainer(
 trainer.state["seen"] = 0
 losses = []
 for report in trainer.steps(data, count=steps, loader={"num_workers": loaders}):
-    time.sleep(pause(report.step))
+    if "WAIT" in os.environ:
+        pause(report.step)
     trainer.state["seen"] += report.samples
     losses.append([report.step, report.loss])
     if report.step % 5 == 0:

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-WIDTH, LENGTH, ROWS, BATCH, STEPS, RATE = 8, 14, 40, 8, 6, 1e-2
+WIDTH, LENGTH, ROWS, BATCH, STEPS, RATE = 8, 14, 20, 8, 4, 1e-2
 
 
 class Block(nn.Module):

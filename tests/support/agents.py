@@ -199,5 +199,6 @@ def warm_of(agent: int) -> int:
 
 
 def journal(folder: Path, kind: str) -> list[dict[str, object]]:
-    events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    text, _, _ = (folder / "journal.jsonl").read_text().rpartition("\n")  # the last line may be half written
+    events = [json.loads(line) for line in text.splitlines()]
     return [event for event in events if event["event"] == kind]

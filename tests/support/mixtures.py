@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ def result_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], R
         torch.set_num_threads(1)
         torch.save(make(), folder / "result.pt")
 
+    name += f", BLOCKS={os.environ['BLOCKS']}" if "BLOCKS" in os.environ else ""
     result = torch.load(once(factory, name, save) / "result.pt", weights_only=False)
     assert isinstance(result, Result)
     return result

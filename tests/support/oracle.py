@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import Case, right
-from launching import SCRIPTS, paceline
+from launching import paceline
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -230,7 +230,7 @@ def _evaluate(case: Case, model: nn.Module, data: Any, micro: int) -> dict[str, 
 def as_one_worker(folder: Path) -> None:
     """What train.py of the folder exports to out.safetensors is what one worker gives, whom this starts."""
     found = load_file(folder / "out.safetensors")
-    paceline("run", "--run-dir", "alone", "train.py", cwd=folder, PYTHONPATH=str(SCRIPTS))
+    paceline("run", "--run-dir", "alone", "train.py", cwd=folder)
     assert apart(found, load_file(folder / "out.safetensors")) < 1e-12
 
 

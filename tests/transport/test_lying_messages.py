@@ -155,7 +155,7 @@ def say(service: Service, what: str, body: bytes) -> str:
     return refused
 
 
-@pytest.mark.parametrize("examples", [100, MANY])
+@pytest.mark.parametrize("examples", [30, MANY])
 def test_a_changed_request_is_taken_or_refused_by_a_coordinator_that_goes_on(examples: int, tmp_path: Path) -> None:
     def act(asked: list[tuple[str, bytes]]) -> None:
         for again in (False, True):
@@ -261,7 +261,7 @@ def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> A
     return agent
 
 
-@pytest.mark.parametrize("examples", [100, MANY])
+@pytest.mark.parametrize("examples", [30, MANY])
 def test_a_changed_answer_is_taken_or_refused(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def act(answer: tuple[str, int, bytes]) -> None:
         path, status, body = answer
@@ -303,7 +303,7 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("examples", [100, MANY])
+@pytest.mark.parametrize("examples", [30, MANY])
 def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> None:
     def tell(lines: list[bytes]) -> Worker:
         output = SimpleNamespace(errors=lambda _: "", tail=lambda *_: "")
@@ -333,7 +333,7 @@ def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> No
 # -- what workers, parameter servers and hosts tell each other ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("examples", [100, MANY])
+@pytest.mark.parametrize("examples", [30, MANY])
 def test_what_workers_and_servers_tell_each_other_is_taken_or_refused(examples: int) -> None:
     def act(said: tuple[str, bytes]) -> None:
         with suppress(FormatError):
@@ -352,7 +352,7 @@ def test_what_workers_and_servers_tell_each_other_is_taken_or_refused(examples: 
     fuzz(examples, st.one_of(kinds), act)
 
 
-@pytest.mark.parametrize("examples", [100, MANY])
+@pytest.mark.parametrize("examples", [30, MANY])
 def test_packed_tensors_are_taken_or_refused(examples: int) -> None:
     """Of which a text says what they are: trees, and rows of tables."""
 
@@ -456,7 +456,7 @@ READ_LINES: list[tuple[Callable[[bytes], Any], Callable[[], list[bytes]]]] = [
 ]
 
 
-@pytest.mark.parametrize("examples", [100, MANY])
+@pytest.mark.parametrize("examples", [30, MANY])
 def test_a_changed_line_of_a_launcher_a_host_or_an_engine_is_taken_or_refused(examples: int) -> None:
     def act(said: tuple[Callable[[bytes], Any], bytes]) -> None:
         take, line = said

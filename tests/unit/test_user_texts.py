@@ -21,13 +21,13 @@ class C:
 '''
 
 
-def test_the_texts_are_those_of_the_golden_files() -> None:
-    """After a change of texts: python tests/user_texts.py, and read the difference."""
+def test_the_texts_are_those_of_the_golden_files_and_have_no_phrase_of_a_literal_translation() -> None:
+    """After a change of texts: python tests/user_texts.py, and read the difference. `PATTERNS` has the phrases. One
+    place looks for ssh's own words.
+
+    One test, because the texts of the package are read once per process.
+    """
     assert {str(path.relative_to(GOLDEN)): path.read_text() for path in GOLDEN.rglob("*.txt")} == pages()
-
-
-def test_no_text_has_a_phrase_of_a_literal_translation() -> None:
-    """`PATTERNS` has them. One place looks for ssh's own words."""
     _, places = counted()
     assert [place for place in places if not place.startswith("src/paceline/launch/engines/ssh.py: : [such]")] == []
 
