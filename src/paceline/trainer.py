@@ -1025,7 +1025,7 @@ class Trainer(TrainerLogging):
 
     def update_callable_models(self) -> None:
         """Updates the list of models that this trainer's loss may call."""
-        self._replica.runner.guard.look_around()
+        self._replica.runner.guard.include_models()
 
     def mark_copies(self) -> None:
         """Marks the tensors in `trainer.state` that are copies of sharded weights, for the body of a loop."""

@@ -41,9 +41,9 @@ class MicroBatchGuard:
         self._calm = 0  # steps in a row that needed no guard
         self.outside: tuple[object, ...] = ()  # the script's own streams, before the step
         self._mark: tuple[object, ...] = ()  # the streams before the last forward
-        self.look_around()
+        self.include_models()
 
-    def look_around(self) -> None:
+    def include_models(self) -> None:
         """Includes the models of all trainers made so far: a loss may run one of them."""
         self._seen = len(self.job.beside), *DECLARED
         self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
@@ -81,7 +81,7 @@ class MicroBatchGuard:
     def begin(self, options: StepOptions) -> StepSums:
         """Begins a step or another run of micro-batches; `restore` undoes buffer changes back to this moment."""
         if self._seen != (len(self.job.beside), *DECLARED):
-            self.look_around()
+            self.include_models()
         sums = StepSums()
         if not self.carried.is_empty:
             sums.records = self.carried.begin(options, self.job.device)

@@ -74,7 +74,7 @@ class Serving(AbstractContextManager["Serving"]):
         shared = begun != folder and _has(begun, key)
         given: dict[str, Any] = {"folder": str(folder.absolute()), "run": begun.absolute().name, "targets": []}
         given["trainjob"] = self._trainjob
-        given["told"] = [str(path.absolute()) for path in (folder, *([begun] if shared else []))]
+        given["announced"] = [str(path.absolute()) for path in (folder, *([begun] if shared else []))]
         with ExitStack() as stack:
             for name, address in (("metrics", self._metrics), ("page", self._page)):
                 if address is not None:
@@ -105,7 +105,7 @@ class Serving(AbstractContextManager["Serving"]):
         """Publishes the address for users and programs; adds the host names that the process accepts to `given`."""
         every, host_name = host in ALL, socket.gethostname()
         given["hosts"] = ["127.0.0.1", "localhost", "::1", host.lower(), *([host_name.lower()] if every else [])]
-        folders, host = [Path(path) for path in given["told"]], host_name if every else host
+        folders, host = [Path(path) for path in given["announced"]], host_name if every else host
         if name == "metrics":
             given["targets"] = [f"{host}:{port}"]
             for folder in folders:

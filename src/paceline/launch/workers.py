@@ -36,7 +36,7 @@ from paceline.launch.raw import hold_port, worker_variables
 from paceline.launch.spares import is_one_host
 from paceline.launch.tuning import pin, pin_threads, surround, thread_warnings
 
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes that are read or written at a time
 DRAIN = 100  # pieces that are read at most from an ended worker, because its children may continue to write
 
 STILL = 0.3  # seconds that a worker may be stopped before the others continue without it

@@ -229,7 +229,7 @@ class Coordinator:
 
     def recall_restart(self, restart: Mapping[str, Any], now: float, ago: float) -> None:
         """Takes over from the journal that, `ago` seconds ago, all workers were to start again as the first team."""
-        self.membership = Membership(tuple(restart["workers"]), restart["number"], founding=True)
+        self.membership = Membership(tuple(restart["workers"]), restart["number"], is_first_team=True)
         self.lives = {int(number): life for number, life in restart["lives"].items()}
         if restart.get("why"):
             self._back_since, self._back_why = now - ago, restart["why"]
@@ -592,7 +592,7 @@ class Coordinator:
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
         size = self.membership.replica_size
-        self.membership = Membership(members, self.membership.number, replica_size=size, founding=True)
+        self.membership = Membership(members, self.membership.number, replica_size=size, is_first_team=True)
         self._form_again_due = math.inf
         for number in {*members, *others} & self.slots.keys():
             life = self.slots[number].life
@@ -897,7 +897,7 @@ class Coordinator:
         membership = self.membership
         reports = {number: slot.report for number, slot in self.slots.items() if slot.report != WorkerReport()}
         first = {number for number, report in reports.items() if report.ready and not report.newcomer}
-        membership.known(first, {number: report.formed for number, report in reports.items()})
+        membership.recall(first, {number: report.formed for number, report in reports.items()})
         missing = [n for n in membership.members if n not in self.slots or self.slots[n].life == UNKNOWN]
         ended = any(report.ended for report in reports.values())  # then all have come to the end
         if missing and not ended and not {*self._survivors(missing)} & {*membership.members}:
@@ -975,7 +975,7 @@ class Coordinator:
     def _has_not_begun(self, missing: Collection[int]) -> bool:
         """Whether a first team has certainly not made its first step: one of its workers that are back has not."""
         back = {*self.membership.members} - {*missing}
-        return self.membership.founding and not self.membership.established.issuperset(back)
+        return self.membership.is_first_team and not self.membership.established.issuperset(back)
 
     def _start_without(self, missing: list[int]) -> None:
         """Starts the first team again, once hosts have come for the `missing` workers: their own ones, or others."""

@@ -41,12 +41,12 @@ class Membership:
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
     replica_size: int = 1
-    founding: bool = False  # whether it is the first team, which starts with what a checkpoint holds
+    is_first_team: bool = False  # whether it is the first team, which starts with what a checkpoint holds
     renews: bool = False  # whether the same members are to form another generation between two steps
     replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the members of its replica
 
     def __post_init__(self) -> None:
-        self.founding |= self.number == 0
+        self.is_first_team |= self.number == 0
         self.set_replica_size(self.replica_size)
 
     def set_replica_size(self, size: int) -> None:
@@ -68,20 +68,20 @@ class Membership:
     @property
     def is_founding(self) -> bool:
         """Whether the members start together, and have not all reached their first step."""
-        return self.founding and not self.established.issuperset(self.members)
+        return self.is_first_team and not self.established.issuperset(self.members)
 
     def ready(self, worker: int) -> None:
         """Takes note that a worker of the first generation has reached its first transaction."""
         self.established.add(worker)
         self.entered.add(worker)
 
-    def known(self, first: set[int], formed: Mapping[int, int]) -> None:
+    def recall(self, first: set[int], formed: Mapping[int, int]) -> None:
         """Takes what workers report to a restarted coordinator: which of the `first` generation had reached their
         first transaction, and which generation each has `formed` last.
         """
         self.established = first | {worker for worker, number in formed.items() if number >= 0}
         self.entered = {worker for worker, number in formed.items() if number == self.number}
-        self.entered |= first if self.founding else set()
+        self.entered |= first if self.is_first_team else set()
 
     def waits(self, worker: int) -> None:
         """Takes note that a newcomer waits to be admitted."""
@@ -161,7 +161,7 @@ class Membership:
         return self._announce(left, planned=False) if left else None
 
     def _announce(self, members: tuple[int, ...], planned: bool) -> Announcement:
-        self.number, self.renews, self.founding = self.number + 1, False, False
+        self.number, self.renews, self.is_first_team = self.number + 1, False, False
         self.at_once = self.at_once if planned else self.number
         if self.entered == set(self.members):
             self.before = self.members

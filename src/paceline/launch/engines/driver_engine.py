@@ -28,7 +28,7 @@ from paceline.launch.engines.engine import End, Engine, Host
 LOST = 255
 LAST_WORD_PREFIX = "engine: "  # begins the driver's last message about a host
 REACH = 5.0  # seconds for a cluster to take a connection
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes that are read or written at a time
 
 
 class DriverEngine(Engine):
@@ -88,7 +88,7 @@ class DriverEngine(Engine):
         number = [other.name for other in self.hosts].index(host.name)
         return [sys.executable, "-m", "paceline.launch.engines.driver_engine", self._door, str(number)]
 
-    def end(self, host: Host, code: int, last_line: str) -> End | None:
+    def why_ended(self, host: Host, code: int, last_line: str) -> End | None:
         """The reason that the driver gave in its last line, if it gave one."""
         if code != LOST or not last_line.startswith(LAST_WORD_PREFIX):
             return None

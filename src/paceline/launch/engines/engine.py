@@ -63,11 +63,11 @@ class Engine(ABC):
         """Why a host has not answered yet, if the engine knows; otherwise an empty text."""
         return ""
 
-    def end(self, host: Host, code: int, last_line: str) -> End | None:
+    def why_ended(self, host: Host, code: int, last_line: str) -> End | None:
         """Why `command` ended, from its exit code and last line; None if the agent ended by itself."""
         return None
 
-    def after(self, code: int, stop_signal: int | None) -> int:
+    def exit_code(self, code: int, stop_signal: int | None) -> int:
         """Acts on the end of a run and returns the launcher's exit code. `stop_signal`: the signal that asked us to
         stop, if any did.
         """

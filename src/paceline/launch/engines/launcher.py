@@ -38,7 +38,7 @@ BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
 ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
 FIRST_RETRY, LONGEST_RETRY = 5.0, 60.0  # seconds before a host is tried again: at first, and at most
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes that are read or written at a time
 COLUMNS = ("python", "torch", "paceline", "script")
 
 
@@ -268,7 +268,7 @@ class Launcher:
         assert process is not None
         host.code = process.wait()
         self._forget(host, process)
-        host.end = self._engine.end(host.spec, host.code, host.last_line)
+        host.end = self._engine.why_ended(host.spec, host.code, host.last_line)
         self._engine.stop(host.spec)
         host.losses += host.begun and host.end is not None and host.end.passing
         if host.first or self.stop_signal is not None:

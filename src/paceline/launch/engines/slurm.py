@@ -79,7 +79,7 @@ class Slurm(Engine):
         """The node's state and its reason, as sinfo prints them."""
         return _output_of("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T %E")
 
-    def end(self, host: Host, code: int, last_line: str) -> End | None:
+    def why_ended(self, host: Host, code: int, last_line: str) -> End | None:
         """``lost`` if srun reports a failed node or connection, or sinfo a node that is down."""
         if "srun: error" not in last_line and "slurmstepd" not in last_line:
             return None
@@ -90,7 +90,7 @@ class Slurm(Engine):
             return End("lost", f"the node is {state.lower()}")
         return None
 
-    def after(self, code: int, stop_signal: int | None) -> int:
+    def exit_code(self, code: int, stop_signal: int | None) -> int:
         """Requeues a job that was stopped by a notice of Slurm's."""
         if code != STOPPED or not self._batch or stop_signal == signal.SIGHUP:
             return code

@@ -38,7 +38,7 @@ class Ssh(Engine):
         if self._tunnel:
             self._tunnel.close()
 
-    def end(self, host: Host, code: int, last_line: str) -> End | None:
+    def why_ended(self, host: Host, code: int, last_line: str) -> End | None:
         """``failed`` if another attempt would fail, too, ``lost`` for other ends of ssh itself."""
         if code != BROKEN:
             return None

@@ -101,7 +101,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
                 say(f"{command_line(engine.command(host))} <<< {quoted(job.script)}", sys.stdout)
             return 0
         launcher = Launcher(engine, job)
-        return engine.after(launcher.run(), launcher.stop_signal)
+        return engine.exit_code(launcher.run(), launcher.stop_signal)
     finally:
         engine.close()
 

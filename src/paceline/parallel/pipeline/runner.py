@@ -229,7 +229,7 @@ class PipelineRunner(Runner):
         pipeline, has_full_model = self.pipeline, self.pipeline.line.rank == self.pipeline.last_worker
         trial_options = replace(options, fault_point=None, noise_sample="")
         self.guard.probe.why("")
-        self.guard.look_around()  # while no parameters are gathered
+        self.guard.include_models()  # while no parameters are gathered
         way = self._fits(chunk)
         if not way:
             what = "pipeline= was not verified: the full model does not fit on one worker for a comparison"
