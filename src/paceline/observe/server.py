@@ -71,7 +71,7 @@ async def serve(given: Mapping[str, Any]) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(scraped.wait(), LINGER)
             await asyncio.sleep(0.2)  # so that the answer can be sent
-    for targets_folder in given["told"]:
+    for targets_folder in given["announced"]:
         with suppress(OSError):
             write_targets(Path(targets_folder), [], instead_of=given["targets"])
     os._exit(0)  # without waiting for readers that do not read
