@@ -183,6 +183,18 @@ def test_measured_updates_and_divided_layers_are_used_as_they_are():
     assert (half.computing, half.update) == pytest.approx((1.5 * 3.0 / 2, 0.5))
 
 
+def test_workers_that_compute_together_wait_for_the_slow_one_and_others_get_shares_by_their_speed():
+    blocks = (BlockDescription("", 1000, seconds={"2": 1.0, "4": 2.0}),)
+    model = ModelDescription("", blocks, global_batch=8, update=1e-3)
+    machine = MachineDescription("", {"fp32": 1e9}, 1e9, memory_bandwidth=1e9)
+    slow = 1.0, 1.0, 3.0, 1.0
+    taken = [
+        step_time(Plan.parse(f"{words} micro=2"), model, machine, 4, slow=slow) for words in ("data=4", "tensor=4")
+    ]
+    assert [one.computing for one in taken] == pytest.approx([4 / (1 + 1 + 1 / 3 + 1), 3.0])
+    assert [one.update for one in taken] == pytest.approx([1.0, 0.25])
+
+
 def test_shards_are_copied_once_with_zero_1_and_twice_with_zero_2():
     blocks = (BlockDescription("", 1000, seconds={"8": 3.0}),)
     model = ModelDescription("", blocks, global_batch=8, element_size=4.0)

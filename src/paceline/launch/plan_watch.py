@@ -23,8 +23,9 @@ from paceline.launch.workers import Worker
 from paceline.plan import Plan
 from paceline.planner.candidates import words_to_join
 from paceline.planner.choose import milliseconds
+from paceline.planner.descriptions import ALIKE
 from paceline.planner.history import HISTORY, History
-from paceline.planner.outlook import ALIKE, MARGIN, Now, Outlook, PlanChange
+from paceline.planner.outlook import MARGIN, Now, Outlook, PlanChange
 
 LOOK = 0.5  # seconds between two looks
 SECONDS = 4.0  # for which a team must have trained, and made `WARM` steps

@@ -22,10 +22,11 @@ from paceline.planner.descriptions import (
     ProbeResult,
     TrialResult,
     WorkerBytes,
+    relative_loads,
 )
 from paceline.planner.history import History
 from paceline.planner.memory import worker_memory
-from paceline.planner.step_time import step_time
+from paceline.planner.step_time import StepTime, step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
 STARTED = 64e6  # bytes that a process takes in its first steps besides tensors, before a trial has shown how many
@@ -145,10 +146,11 @@ class Predictor:
     ) -> None:
         self.model, self.machine, self._probed, self._history = model, machine, probed, history
         self._room = room or machine.memory
+        self._slow = () if base is None else relative_loads(base.each_row)
         self._correction, self._floor = 1.0, float(probed.process) + STARTED
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
-            self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
+            self._correction = base.step_seconds / self._time(plan, base.workers).total
             self._floor = max(base.peaks) - self._most(plan, base.workers, base.together)
 
     def corrected(self, base: TrialResult) -> Predictor:
@@ -161,13 +163,17 @@ class Predictor:
 
     def predict(self, plan: Plan, workers: int) -> Prospect:
         """Predicts a step of this plan."""
-        taken = step_time(plan, self.model, self.machine, workers)
+        taken = self._time(plan, workers)
         uncorrected = self._correction * taken.total
         correction = 1.0 if self._history is None else self._history.correction(plan, self.model, workers)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
         memory = self._floor + self._most(plan, workers) + self._servers(plan, workers)
         sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
         return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, sent=sent)
+
+    def _time(self, plan: Plan, workers: int) -> StepTime:
+        slow = self._slow if len(self._slow) == workers else ()
+        return step_time(plan, self.model, self.machine, workers, slow=slow)
 
     def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
         return self._probed.plans.get(str(plan), ())

@@ -27,6 +27,7 @@ PER_TOKEN = (
 )  # fields of a block that grow with the tokens of a row
 SHIPPED = Path(__file__).with_name("machines")
 BETWEEN = "between hosts"  # the name of the links that are measured
+ALIKE = 0.15  # workers whose loads differ by less than this part are taken to be equally fast
 
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -247,6 +248,7 @@ class TrialResult(Description, frozen=True):
     total: Count = 0  # steps of the script's first loop, if they are known
     merges: bool = False  # whether micro-batches may be merged, so that their size does not change the result
     row_seconds: dict[str, Amount] = {}  # of a row's forward and backward on worker 0, by the rows computed together
+    each_row: tuple[Amount, ...] = ()  # seconds in which each worker computed a row, without waiting for others
     together: Count = 0  # rows that a worker computed together at most
     link: tuple[Amount, Amount] | None = None  # bytes a second, and seconds one way, of the slowest between hosts
     refused: str = ""  # why the plan cannot be used
@@ -259,6 +261,14 @@ class TrialResult(Description, frozen=True):
     def beside(self, again: TrialResult) -> TrialResult:
         """Returns this trial with the steps of another one under the same plan."""
         return msgspec.structs.replace(self, seconds=(*self.seconds, *again.seconds))
+
+
+def relative_loads(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Returns the seconds of workers for the same work relative to those of the fastest one. Workers that differ little
+    are taken to be equally fast.
+    """
+    least = min(seconds, default=0.0)
+    return tuple(one / least if one > (1 + ALIKE) * least else 1.0 for one in seconds) if least > 0 else ()
 
 
 def usual(seconds: Sequence[float]) -> float:

@@ -36,6 +36,7 @@ from paceline.planner.candidates import candidates, words_of
 from paceline.planner.choose import MARGIN as FREE
 from paceline.planner.choose import Answer
 from paceline.planner.descriptions import (
+    ALIKE,
     BETWEEN,
     VERSION,
     Amount,
@@ -43,6 +44,7 @@ from paceline.planner.descriptions import (
     Description,
     MachineDescription,
     ModelDescription,
+    relative_loads,
 )
 from paceline.planner.history import History, Prediction
 from paceline.planner.memory import worker_memory
@@ -54,8 +56,6 @@ MARGIN = 0.1  # part of a step that a plan must save which was tried or used bef
 UNTRIED = 0.2  # the same of other plans, at least
 UNMEASURED = 1.2e8, 2e-4  # bytes a second, and seconds one way, of a link between hosts that nothing has used: Ethernet
 DOUBT = 1.5  # times as long as expected that steps take if that may have reasons which all plans share
-ALIKE = 0.15  # workers whose loads differ by less than this part are taken to be equally fast
-COMPUTED = "computing", "recomputing", "bubble"  # parts of a step that a slow worker makes longer
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Outlook(Description, frozen=True):
         loads = now.loads or (max(1.0, now.seconds / self.seconds),) * now.workers  # nothing tells a slow worker
         common = min(loads)
         loads += (common,) * (workers - now.workers)
-        slow = tuple(load / common if load > (1 + ALIKE) * common else 1.0 for load in loads)
+        slow = relative_loads(loads)
         if abs(common - 1) < ALIKE:
             common = 1.0
         machine, knows_link = self.machine, any(link.name == BETWEEN for link in self.machine.links)
@@ -271,17 +271,7 @@ class _Forecast:
 
     def seconds(self, plan: Plan) -> float:
         """Returns the seconds of a step."""
-        parts = step_time(plan, self.model, self.machine, len(self.slow)).parts()
-        computed = sum(parts[name] for name in COMPUTED)
-        return computed * self._slowdown(plan) + sum(parts.values()) - computed
-
-    def _slowdown(self, plan: Plan) -> float:
-        """Returns how many times as long computing takes as if all workers were as fast as the fastest one. The workers
-        that compute a micro-batch together wait for each other; shares of the others follow their speed.
-        """
-        size = plan.mesh(len(self.slow)).unit
-        units = [max(self.slow[first : first + size]) for first in range(0, len(self.slow), size)]
-        return max(units) if plan.together > 1 else len(units) / sum(1 / slow for slow in units)
+        return step_time(plan, self.model, self.machine, len(self.slow), slow=self.slow).total
 
 
 def _resolved(words: str, workers: int) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from paceline.base.mesh import AXES
 from paceline.parallel.pipeline.schedule import simulate, table
@@ -13,6 +13,7 @@ from paceline.planner.descriptions import BlockDescription, MachineDescription, 
 from paceline.planner.links import Links, Peers
 from paceline.planner.workload import Stage, Workload
 
+COMPUTED = "computing", "recomputing", "bubble"  # parts that a slow worker makes longer
 ROUNDS = 3  # of micro-batches through a pipeline that are simulated; further ones repeat the last round
 
 
@@ -41,14 +42,32 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan, model: ModelDescription, machine: MachineDescription, workers: int, axes: Sequence[str] = AXES
+    plan: Plan,
+    model: ModelDescription,
+    machine: MachineDescription,
+    workers: int,
+    axes: Sequence[str] = AXES,
+    slow: Sequence[float] = (),
 ) -> StepTime:
     """Returns the predicted seconds of a step of `plan` over `workers`.
 
-    `axes` is the order of the mesh, outer to inner; Paceline's own by default. Raises PlanError if the plan does not
+    `axes` is the order of the mesh, outer to inner; Paceline's own by default. `slow` has for each worker how many
+    times as long as the fastest one it computes; if it is empty, all are alike. Raises PlanError if the plan does not
     fit the workers.
     """
-    return _Prediction(Workload(plan.validate(workers), model, workers, axes), machine).time()
+    taken = _Prediction(Workload(plan.validate(workers), model, workers, axes), machine).time()
+    return replace(taken, **{name: _slowdown(plan, slow) * getattr(taken, name) for name in COMPUTED})
+
+
+def _slowdown(plan: Plan, slow: Sequence[float]) -> float:
+    """Returns how many times as long computing takes as if all workers were as fast as the fastest one. The workers
+    that compute a micro-batch together wait for each other; shares of the others follow their speed.
+    """
+    if not slow:
+        return 1.0
+    size = plan.mesh(len(slow)).unit
+    units = [max(slow[first : first + size]) for first in range(0, len(slow), size)]
+    return max(units) if plan.together > 1 else len(units) / sum(1 / one for one in units)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Trial:
         self._sent_before: dict[str, float] = {}
         self._ended = time.perf_counter()
         self._passed = 0.0
+        self._of_rows: list[float] = []  # seconds of a row, without waiting for others
         self._together = 0  # rows
         self._busy: list[float] = []  # seconds of each step in which this worker did not wait for others
         self._waited = HEARTBEAT.all_waited
@@ -47,6 +48,7 @@ class Trial:
         waited, self._waited = HEARTBEAT.all_waited - self._waited, HEARTBEAT.all_waited
         self._busy.append(max(0.0, taken - waited / step.steps))
         if share := step.batch.share:
+            self._of_rows.append(max(0.0, step.spent["compute"] - step.waited) / sum(m.rows for m in share))
             self._together = max(self._together, min(step.options.merge, len(share)) * max(m.rows for m in share))
         for part, seconds in step.spent.items():
             self._parts[part] = self._parts.get(part, 0.0) + seconds
@@ -64,7 +66,7 @@ class Trial:
             self.end()
         if made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
             self._sent_before, self._seconds, self._parts = self._sent(), [], {}
-            self._busy = []
+            self._busy, self._of_rows = [], []
 
     def end(self) -> None:
         """Ends the script with what was measured so far."""
@@ -99,8 +101,8 @@ class Trial:
         group = context.run.team.group
         sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
         group.declare("the figures of a trial", kind="figures")
-        measured = [peak_memory(context.job.device), usual(self._busy), self._together]
-        peaks, each_busy, together = zip(*group.gather_json(measured), strict=True)
+        measured = [peak_memory(context.job.device), usual(self._busy), usual(self._of_rows), self._together]
+        peaks, each_busy, each_row, together = zip(*group.gather_json(measured), strict=True)
         return TrialResult(
             str(replace(context.plan, data=None).validate(group.size)),  # workers may have come since it began
             group.size,
@@ -113,6 +115,7 @@ class Trial:
             self._total,
             context.merging.may_merge,
             self._row_seconds(step),
+            each_row,
             max(together),
             self._link(),
         )
