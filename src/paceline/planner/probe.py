@@ -29,7 +29,7 @@ from paceline.train.step_context import StepContext
 REPEATS = 3  # of each measurement; the fastest counts, as others disturb
 PATIENCE = 8.0  # seconds after which no larger micro-batches are measured
 SIZES = 1 << 14, 1 << 22  # elements of the sums from which latency and bandwidth follow
-WIDTH = 1024  # of the measured product
+WIDTH, ROWS = 1024, 256  # of the measured product; rows of the one that is measured between messages
 COPIED = 1 << 20, 1 << 24  # elements of the measured copy, by the memory that is free
 _HEADS = "num_attention_heads", "num_heads", "n_head", "nhead", "heads"
 _KEY_VALUE_HEADS = "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"
@@ -210,7 +210,9 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         small, large = (_fastest(lambda size=size: group.sum(long[:size]), device, group) for size in sizes)  # type: ignore[misc]
         hops = 2 * (group.size - 1)  # of a ring
         bandwidth = hops / group.size * 4 * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
-        links = (LinkDescription("between workers", 0, bandwidth, latency=small / hops),)
+        latency = small / hops
+        receive = max(0.0, _hop(matrix[:ROWS], device, group) - latency)
+        links = (LinkDescription("between workers", 0, bandwidth, latency, receive=receive),)
     return MachineDescription(
         name_of(device),
         {"fp32": 2 * WIDTH**3 / product},
@@ -222,6 +224,29 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         workers_per_host=group.size,
         measured=True,
     )
+
+
+def _hop(rows: torch.Tensor, device: torch.device, group: Group) -> float:
+    """Returns the seconds, besides those of computing, in which a message goes from one worker to the next, if each
+    computes a product before it hands the message on, like the stages of a pipeline. Collective.
+    """
+    message, hops = torch.ones(SIZES[0], dtype=torch.float32, device=device), 2 * group.size
+    matrix, seconds = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device), list[float]()
+    for _ in range(REPEATS):
+        group.gather_json(0)
+        began, computed, sent = time_on(device), 0.0, None
+        for hop in range(hops):
+            if group.rank == (hop + 1) % group.size:
+                group.receive(message, hop % group.size)
+            if group.rank == hop % group.size:
+                since = time_on(device)
+                torch.mm(rows, matrix)
+                computed += time_on(device) - since
+                sent = group.start_send(message, (hop + 1) % group.size)
+        group.finish(sent)
+        taken, products = zip(*group.gather_json([time_on(device) - began, computed]), strict=True)
+        seconds.append((max(taken) - sum(products)) / hops)
+    return max(0.0, min(seconds))
 
 
 def _fastest(call: Callable[[], Any], device: torch.device, group: Group) -> float:
