@@ -29,7 +29,7 @@ class Here(Engine):
         if Path(place.name, "down").exists():
             return ["sh", "-c", "exit 255"]
         return ["env", "-C", place.name, "sh"]
-    def end(self, place, code, said):
+    def why_ended(self, place, code, said):
         return End("lost", said or "no answer") if code == 255 else None
 given = json.loads(sys.argv[1])
 launcher.FIRST_RETRY = 0.5

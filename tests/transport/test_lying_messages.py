@@ -308,7 +308,7 @@ def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> No
     def tell(lines: list[bytes]) -> Worker:
         output = SimpleNamespace(errors=lambda _: "", tail=lambda *_: "")
         memory = SimpleNamespace(grown=lambda: False)
-        given: Any = {"memory": memory, "output": output, "process": None, "orders": None, "pulse": None}
+        given: Any = {"memory": memory, "output": output, "process": None, "commands": None, "pulse": None}
         worker = Worker(rank=0, life=0, store=("127.0.0.1", 1), **given)
         with Progress(Console(file=io.StringIO()), kind="rich", every=0.0) as progress:
 
