@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +66,25 @@ def enter(group: Path) -> None:
     """Puts this process into a cgroup, whose limit then leaves out what the process has in memory already."""
     status = Path("/proc/self/status").read_text()
     present = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
-    limit = next(group / name for name in LIMIT if (group / name).exists())
+    limit = limit_of(group)
     limit.write_text(str(int(limit.read_text()) - present))
     (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def limit_of(group: Path) -> Path:
+    """The file with the limit of a cgroup's memory."""
+    return next(group / name for name in LIMIT if (group / name).exists())
 
 
 @contextmanager
 def groups(workers: int, limit: int) -> Iterator[str]:
     """A memory cgroup for each worker, with this limit. Yields their common path."""
-    version_1 = (GROUPS / LIMIT[0]).exists()
-    base = (GROUPS if version_1 else GROUPS.parent) / f"paceline-{os.getpid()}"
+    base = (GROUPS if (GROUPS / LIMIT[0]).exists() else GROUPS.parent) / f"paceline-{os.getpid()}"
     paths = [Path(f"{base}-{rank}") for rank in range(workers)]
     try:
         for path in paths:
             path.mkdir()
-            (path / LIMIT[0 if version_1 else 1]).write_text(str(limit))
+            limit_of(path).write_text(str(limit))
         yield str(base)
     finally:
         for path in paths:
@@ -136,10 +141,8 @@ def situations() -> Iterator[tuple[Situation, str, float]]:
 def outcome(situation: Situation, one: dict[str, Any], limit: int, steps: int) -> dict[str, Any]:
     """Runs a plan under a limit, and returns what became of it."""
     code = situation.run(one["plan"], limit, steps)
-    need = one["memory"] / 1e6
-    print(
-        f"{situation.model} in {limit / 1e6:.0f} MB: {one['plan']} needs {need:.0f} MB, ended with {code}", flush=True
-    )
+    said = f"{one['plan']} is said to need {one['memory'] / 1e6:.0f} MB"
+    print(f"{situation.model} in {limit / 1e6:.0f} MB: {said}, ended with {code}", flush=True)
     return {"model": situation.model, "limit": limit, "plan": one["plan"], "memory": one["memory"], "code": code}
 
 
@@ -155,28 +158,30 @@ def main() -> None:
     if args.train:
         train(*args.train)
         return
-    fit, beyond, needs = list[dict[str, Any]](), list[dict[str, Any]](), dict[Situation, dict[str, Any]]()
+    fit, beyond = list[dict[str, Any]](), list[dict[str, Any]]()
+    trials = "--try", str(args.tries), "--steps", "2"
+
+    @cache
+    def needs(situation: Situation) -> dict[str, dict[str, Any]]:
+        return situation.plan(*trials)
+
+    def run(side: list[dict[str, Any]], situation: Situation, one: dict[str, Any], limit: int) -> None:
+        side.append(outcome(situation, one, limit, args.steps))
+        if args.record:
+            record(args.record, fit=fit, beyond=beyond)
+
     for situation, at, times in situations():
         if len(fit) >= args.fit:
             break
-        if situation not in needs:
-            needs[situation] = situation.plan("--try", str(args.tries), "--steps", "2")
-        limit = int(times * needs[situation][at]["memory"] / 0.95)  # which `paceline plan` leaves free
-        plans = situation.plan("--try", str(args.tries), "--steps", "2", "--memory", str(limit))
-        fitting = [one for one in plans.values() if one["fits"]]
+        limit = int(times * needs(situation)[at]["memory"] / 0.95)  # which `paceline plan` leaves free
+        fitting = [one for one in situation.plan(*trials, "--memory", str(limit)).values() if one["fits"]]
         if fitting:
-            fit.append(outcome(situation, max(fitting, key=lambda one: one["memory"]), limit, args.steps))
-            if args.record:
-                record(args.record, fit=fit, beyond=beyond)
+            run(fit, situation, max(fitting, key=lambda one: one["memory"]), limit)
     for situation, at in ((Situation(model, 2), at) for model in MODELS for at in AT):
         if len(beyond) >= args.beyond:
             break
-        if situation not in needs:
-            needs[situation] = situation.plan("--try", str(args.tries), "--steps", "2")
-        limit = int(needs[situation][at]["memory"] / BEYOND)
-        beyond.append(outcome(situation, needs[situation][at], limit, args.steps))
-        if args.record:
-            record(args.record, fit=fit, beyond=beyond)
+        one = needs(situation)[at]
+        run(beyond, situation, one, int(one["memory"] / BEYOND))
     killed, failed = sum(one["code"] != 0 for one in fit), sum(one["code"] != 0 for one in beyond)
     print(f"of {len(fit)} plans that are said to fit, {killed} failed; of {len(beyond)} that are not, {failed}")
 

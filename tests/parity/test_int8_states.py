@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import pytest
 import torch
 from agents import journal
 from checkpoints import find_checkpoint
-from launching import exported, train_basics
-from once import once
+from launching import exported, exported_once, train_basics
 from oracle import apart, built, grid
 from safetensors.torch import load_file
 from torch import nn
@@ -153,12 +153,7 @@ PURE = "precision=bf16:pure"
 @pytest.fixture
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
     """What one worker exports with `exact` and these words of a plan."""
-
-    def export(words: str) -> bytes:
-        make = lambda folder: exported(folder / "one", BODY + TRAIN, 1, f"{words} exact")
-        return (once(tmp_path_factory, f"exact {words} of one worker", make) / "one" / "out.safetensors").read_bytes()
-
-    return export
+    return partial(exported_once, tmp_path_factory, BODY + TRAIN)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shutil
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Protocol, TypeVar
 
+import pytest
+from once import once
 from warm import SCRIPTS as SCRIPTS
 from warm import Process, environment
 
@@ -86,6 +89,13 @@ def exported(folder: Path, body: str, workers: int, plan: str) -> Path:
     folder.mkdir()
     train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
     return folder / "out.safetensors"
+
+
+def exported_once(factory: pytest.TempPathFactory, body: str, words: str) -> bytes:
+    """What one worker exports from such a script with `exact` and these words of a plan: trained once for all tests."""
+    script = hashlib.sha256(body.encode()).hexdigest()[:8]
+    folder = once(factory, f"{script} exact {words}", lambda made: exported(made / "one", body, 1, f"{words} exact"))
+    return (folder / "one" / "out.safetensors").read_bytes()
 
 
 def equal_bytes(folder: Path, body: str, workers: int, plan: str, alone: str = "exact") -> None:

@@ -7,6 +7,28 @@ from pathlib import Path
 import pytest
 from launching import paceline
 
+# One step of a reducer: gradients drawn from `seed`, and a small tensor behind them. `after` runs before the wait.
+REDUCE = """
+def reduced(reducer, number, seed, vector, after=lambda: None):
+    group.declare(f"step {number}", check=False, kind="gradients")
+    reducer.begin(f"step {number}")
+    for p in params:
+        p.grad = None
+    buckets.begin(reducer.send)
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        buckets.begin_backward(last=True)
+        (p * grad).sum().backward()
+    buckets.end_backward()
+    buckets.flush()
+    reducer.hand_on()
+    work = reducer.start_last(vector)
+    after()
+    reducer.finish()
+    group.finish(work)
+    return [bucket.local_shard.clone() for bucket in buckets.buckets], vector
+"""
 SCRIPT = """
 import sys
 import torch
@@ -34,26 +56,10 @@ buckets = Buckets(params, 1, 1, outer.allocate, shards, local_params)
 small = torch.randn(50, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
 
 
+REDUCE
 def summed(reducer, number, after=lambda: None):
-    vector = small.clone()
-    group.declare(f"step {number}", check=False, kind="gradients")
-    reducer.begin(f"step {number}")
-    for p in params:
-        p.grad = None
-    buckets.begin(reducer.send)
-    generator = torch.Generator().manual_seed(rank)
-    for p in params:
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-        buckets.begin_backward(last=True)
-        (p * grad).sum().backward()
-    buckets.end_backward()
-    buckets.flush()
-    reducer.hand_on()
-    work = reducer.start_last(vector)
-    after()
-    reducer.finish()
-    group.finish(work)
-    return [bucket.local_shard.clone() for bucket in buckets.buckets] + [vector]
+    sums, vector = reduced(reducer, number, rank, small.clone(), after)
+    return [*sums, vector]
 
 
 usual = summed(BucketReducer(group, route), 0)
@@ -118,7 +124,7 @@ print("checked")
 def test_checked_sums_are_the_usual_ones_and_changed_bits_are_assigned(
     workers: int, shard: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("REDUCE", REDUCE))
     words = ("run", "--workers", str(workers), "--max-restarts", "0", "train.py", str(shard))
     assert paceline(*words, cwd=tmp_path).stdout.split() == ["checked"]
 
@@ -147,27 +153,12 @@ group.declare("memory")
 buckets = Buckets(params, 1, 1, group.allocate)
 
 
+REDUCE
 def summed(reducer, done):
     reducer.codec.begin(done, 8.0)
-    vector = torch.full((3,), float(rank), dtype=torch.float64)
-    group.declare(f"step {done}", check=False, kind="gradients")
-    reducer.begin(f"step {done}")
-    for p in params:
-        p.grad = None
-    buckets.begin(reducer.send)
-    generator = torch.Generator().manual_seed(4 * done + rank)
-    for p in params:
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-        buckets.begin_backward(last=True)
-        (p * grad).sum().backward()
-    buckets.end_backward()
-    buckets.flush()
-    reducer.hand_on()
-    work = reducer.start_last(vector)
-    reducer.finish()
-    group.finish(work)
+    sums, vector = reduced(reducer, done, 4 * done + rank, torch.full((3,), float(rank), dtype=torch.float64))
     assert vector.tolist() == [6.0, 6.0, 6.0]
-    return [bucket.local_shard.clone() for bucket in buckets.buckets]
+    return sums
 
 
 def tampers(kind, worker):
@@ -213,6 +204,6 @@ print("checked")
     ids=" ".join,
 )
 def test_codes_on_their_way_are_checked_and_error_feedback_is_the_usual_one(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(CODED.replace("WORDS", repr(words)))
+    (tmp_path / "train.py").write_text(CODED.replace("REDUCE", REDUCE).replace("WORDS", repr(words)))
     run = ("run", "--workers", "4", "--max-restarts", "0", "train.py")
     assert paceline(*run, cwd=tmp_path).stdout.split() == ["checked"]

@@ -1,8 +1,8 @@
 """Collectives with digests of all that travels, so that a bit that flips on the way is noticed, and its sender named.
 
-Whoever sends something digests it before; whoever receives it digests what came. `compare` then shows the digests of
-the senders to the receivers. Gradients are summed by sending each worker the slices that it adds up. Codes of gradients
-carry their digests along, since what their receiver decodes goes on at once.
+A sender takes the digest of each tensor before it sends it, and a receiver that of what has arrived. `compare` then
+sends the senders' digests to the receivers. Gradients are summed by sending each worker the slices that it adds up.
+Codes of gradients carry their digests along, since what their receiver decodes goes on at once.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class CheckedLeaders:
 
 
 def _digests(parts: Sequence[torch.Tensor]) -> list[int]:
-    """Returns the digests of tensors, of which one may be several times in the list."""
+    """Returns the digest of each tensor. One that is in the list several times is read once."""
     known: dict[int, int] = {}
     return [known[id(part)] if id(part) in known else known.setdefault(id(part), checksum(part)) for part in parts]
 

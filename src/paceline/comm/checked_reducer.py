@@ -2,8 +2,8 @@
 
 Each worker sends each other worker its slice of a bucket, as in a reduce-scatter. A worker that receives slices adds
 them up in the order of the workers, and gives its sums to all. Where a codec sums between hosts, the first worker of
-each host gets the buckets of its host's workers, and gives them the decoded sums. Digests of all of it are compared, so
-that every worker knows whose part changed on the way.
+each host gets the buckets of its host's workers, and gives them the decoded sums. The digests of all
+these messages are compared, so that every worker can name the sender of a message that was changed in transit.
 """
 
 from __future__ import annotations

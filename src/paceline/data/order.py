@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
@@ -74,10 +75,7 @@ def indices_of_epochs(positions: Any, size: int, seed: int, epochs: Any) -> Any:
     known, which = np.unique(epochs, return_inverse=True)
     ciphers = [_cipher(size, index(seed), epoch) for epoch in known.tolist()]
     keys: Any = np.array([one.keys for one in ciphers], np.int64).transpose(1, 2, 0)[..., which]  # by round and half
-    values = _encrypt(positions, ciphers[0]._replace(keys=keys))
-    while (outside := values >= size).any():
-        values[outside] = _encrypt(values[outside], ciphers[0]._replace(keys=keys[..., outside]))
-    return values
+    return _permuted(positions, size, lambda chosen: ciphers[0]._replace(keys=keys[..., chosen]))
 
 
 def _index(value: int, cipher: _Cipher) -> int:
@@ -98,10 +96,16 @@ def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
     outside = (values < 0) | (values >= cipher.size)
     if outside.any():
         raise _out_of_range(int(values[outside][0]), cipher.size)
-    values = _encrypt(values, cipher)
-    while (outside := values >= cipher.size).any():
-        values[outside] = _encrypt(values[outside], cipher)
+    values = _permuted(values, cipher.size, lambda _: cipher)
     return torch.from_numpy(values).reshape(position.shape).to(position.device)
+
+
+def _permuted(values: Any, size: int, cipher_of: Callable[[Any], _Cipher]) -> Any:
+    """Returns the numbers below `size` to which ciphers map these: `cipher_of` returns that of the chosen numbers."""
+    values = _encrypt(values, cipher_of(slice(None)))
+    while (outside := values >= size).any():
+        values[outside] = _encrypt(values[outside], cipher_of(outside))
+    return values
 
 
 def _out_of_range(position: int, size: int) -> UsageError:

@@ -40,7 +40,7 @@ class ComputeTime:
         """
         workload = self._workload
         micro, forwards = workload.micro, workload.forwards
-        if workload.plan.one_by_one or not self._model.merges:
+        if not self._merges:
             return micro, forwards
         sizes = [micro]
         while sizes[-1] < micro * forwards:
@@ -52,10 +52,12 @@ class ComputeTime:
     def most_together(self) -> int:
         """Returns how many rows are computed together at most: a worker also tries more of them than are fastest."""
         rows, _ = self.rows_together()
-        workload = self._workload
-        if workload.plan.one_by_one or not self._model.merges:
-            return rows
-        return min(2 * rows, workload.micro * workload.forwards)
+        return min(2 * rows, self._workload.micro * self._workload.forwards) if self._merges else rows
+
+    @property
+    def _merges(self) -> bool:
+        """Whether micro-batches may be computed together."""
+        return self._model.merges and not self._workload.plan.one_by_one
 
     def _block(self, block: BlockDescription, rows: int) -> float:
         if block.seconds:

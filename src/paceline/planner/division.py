@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -131,11 +131,9 @@ class Division:
         kind = Plan(tensor=tensor, context=context)
         try:
             with refusing_collectives():
-                job = self._without_values(kind, Counter())
+                job = self._without_values(kind, Counter(), _apart)
                 for param in job.model.parameters():
                     param.data = torch.full(param.shape, 0.01, dtype=param.dtype, device=param.device)
-                for module in job.model.modules():
-                    module._buffers.update({name: x if x is None else x.clone() for name, x in module._buffers.items()})
                 return time_forward_backward(job, self._micro_batch)
         except (UsageError, *USERS_OWN):
             return 0.0
@@ -146,13 +144,17 @@ class Division:
         """Returns the job with parameters as a worker has them before they are sharded, without values."""
         if (tensor, expert) not in self._jobs:
             plan = Plan(tensor=tensor, expert=expert)
-            self._jobs[tensor, expert] = self._without_values(plan, Counter())
+            self._jobs[tensor, expert] = self._without_values(plan, Counter(), _empty)
         return self._jobs[tensor, expert]
 
-    def _without_values(self, plan: Plan, ledger: Counter[str]) -> ParallelJob:
-        """Returns a copy of the job whose model is divided by a plan, for messages that a `ledger` counts."""
+    def _without_values(
+        self, plan: Plan, ledger: Counter[str], make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> ParallelJob:
+        """Returns a copy of the job whose model is divided by a plan, for messages that a `ledger` counts. `make`
+        copies the model's tensors.
+        """
         job, mesh = self._job, plan.mesh(plan.mesh(1).replica)
-        model = copied(job.model, _empty)
+        model = copied(job.model, make)
         named = {name: param for name, param in model.named_parameters() if name in job.named}
         loss = job.loss if job.over is None else lambda output, batch: job.over(output, None)  # type: ignore[misc]
         made = ParallelJob(
@@ -196,7 +198,7 @@ class Division:
             ledger: Counter[str] = Counter()
             words = dict(zip(_INSIDE, key, strict=True))
             with refusing_collectives():
-                job = self._without_values(Plan(**words), ledger)
+                job = self._without_values(Plan(**words), ledger, _empty)
                 try:
                     self._messages[key] = count_messages(job, self._micro_batch, self._names, ledger)
                 except USERS_OWN:  # the script's code needs values
@@ -263,3 +265,8 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach()[(0,) * tensor.dim()].expand(tensor.shape), tensor.requires_grad)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what `_empty` does for a parameter, and a copy of another tensor: a forward may change that."""
+    return _empty(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()

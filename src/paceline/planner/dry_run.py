@@ -151,9 +151,7 @@ def count_messages(job: ParallelJob, micro_batch: MicroBatch, names: Sequence[st
                     for number, name in enumerate(names)
                 ]
                 result = job.loss(job.forward(job.model, micro_batch.batch), micro_batch.batch)
-            total = result[0] if isinstance(result, tuple) else result
-            params = [param for param in job.model.parameters() if param.requires_grad]
-            torch.autograd.grad(total, params, torch.ones_like(total), allow_unused=True)
+            _differentiate(job, result)
             move(0)
     finally:
         for hook in hooks:
@@ -163,13 +161,19 @@ def count_messages(job: ParallelJob, micro_batch: MicroBatch, names: Sequence[st
 
 def time_forward_backward(job: ParallelJob, micro_batch: MicroBatch) -> float:
     """Returns the seconds of a forward and backward of a divided job on values: the fastest of some tries."""
-    params, seconds = [param for param in job.model.parameters() if param.requires_grad], list[float]()
+    seconds = list[float]()
     with refusing("a forward of the planner"), torch.enable_grad():
         for _ in range(1 + TRIES):  # the first one finds out where shards are
             began = time_on(job.device)
             with job.autocast():
                 result = job.loss(job.forward(job.model, micro_batch.batch), micro_batch.batch)
-            total = result[0] if isinstance(result, tuple) else result
-            torch.autograd.grad(total, params, torch.ones_like(total), allow_unused=True)
+            _differentiate(job, result)
             seconds.append(time_on(job.device) - began)
     return min(seconds[1:])
+
+
+def _differentiate(job: ParallelJob, result: Any) -> None:
+    """Runs the backward of what the loss has returned, and drops the gradients."""
+    total = result[0] if isinstance(result, tuple) else result
+    params = [param for param in job.model.parameters() if param.requires_grad]
+    torch.autograd.grad(total, params, torch.ones_like(total), allow_unused=True)

@@ -211,7 +211,7 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         hops = 2 * (group.size - 1)  # of a ring
         bandwidth = hops / group.size * 4 * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
         latency = small / hops
-        receive = max(0.0, _hop(matrix[:ROWS], device, group) - latency)
+        receive = max(0.0, _hop(matrix, device, group) - latency)
         links = (LinkDescription("between workers", 0, bandwidth, latency, receive=receive),)
     return MachineDescription(
         name_of(device),
@@ -226,12 +226,12 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
     )
 
 
-def _hop(rows: torch.Tensor, device: torch.device, group: Group) -> float:
+def _hop(matrix: torch.Tensor, device: torch.device, group: Group) -> float:
     """Returns the seconds, besides those of computing, in which a message goes from one worker to the next, if each
-    computes a product before it hands the message on, like the stages of a pipeline. Collective.
+    computes a product with a `matrix` before it hands the message on, like the stages of a pipeline. Collective.
     """
     message, hops = torch.ones(SIZES[0], dtype=torch.float32, device=device), 2 * group.size
-    matrix, seconds = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device), list[float]()
+    rows, seconds = matrix[:ROWS], list[float]()
     for _ in range(REPEATS):
         group.gather_json(0)
         began, computed, sent = time_on(device), 0.0, None

@@ -56,15 +56,16 @@ def step_time(
     fit the workers.
     """
     taken = _Prediction(Workload(plan.validate(workers), model, workers, axes), machine).time()
-    return replace(taken, **{name: _slowdown(plan, slow) * getattr(taken, name) for name in COMPUTED})
+    if not slow:
+        return taken
+    longer = _slowdown(plan, slow)
+    return replace(taken, **{name: longer * getattr(taken, name) for name in COMPUTED})
 
 
 def _slowdown(plan: Plan, slow: Sequence[float]) -> float:
     """Returns how many times as long computing takes as if all workers were as fast as the fastest one. The workers
     that compute a micro-batch together wait for each other; shares of the others follow their speed.
     """
-    if not slow:
-        return 1.0
     size = plan.mesh(len(slow)).unit
     units = [max(slow[first : first + size]) for first in range(0, len(slow), size)]
     return max(units) if plan.together > 1 else len(units) / sum(1 / one for one in units)

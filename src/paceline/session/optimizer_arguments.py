@@ -1,4 +1,4 @@
-"""Makes the optimizers and schedulers of a Trainer from optimizer= and schedule=; refuses those that cannot work."""
+"""Makes a Trainer's optimizers and schedulers from optimizer= and schedule=, and refuses arguments that cannot work."""
 
 from __future__ import annotations
 
