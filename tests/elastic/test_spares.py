@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from agents import until
 from fault_runs import LONG, STEPS, Ended, Undisturbed, fired, same, train
 from fault_runs import calm as calm
@@ -14,9 +16,12 @@ from host_folders import launched as launched
 from launching import paceline, train_basics
 
 from paceline.base.journal import Journal, read_journal
+from paceline.checkpoint.files import write_checkpoint
+from paceline.checkpoint.storage import Folder
 from paceline.observe.metrics import METRICS
 from paceline.observe.summary import Summary, facts
 from paceline.observe.team_table import describe_team, happened, members
+from paceline.session.checkpoint_checker import becomes_reader, read_newest
 
 WAIT = "wait:0@3.loading"  # until the spares are ready
 EXACT = "micro=2 exact"
@@ -111,6 +116,77 @@ def test_kill_of_a_spare_does_not_disturb_the_training(tmp_path):
     assert len([e for e in events if e["event"] == "formed" and e["step"] < 6]) == 0, "the team did not form again"
     report = paceline("explain", "out", cwd=tmp_path).stdout
     assert re.search(r"^  spares +\d spare workers? ready at the end; 1 spare worker entered the team$", report, re.M)
+
+
+def test_waiting_spare_finds_a_damaged_checkpoint_and_another_one_is_written(tmp_path):
+    body = (
+        "import os, signal, time\n"
+        "from pathlib import Path\n"
+        "from paceline.base.journal import read_journal\n"
+        "events = lambda kind: [e for e in read_journal(Path('out')) if e['event'] == kind]\n"
+        "spare = lambda: [e['pid'] for e in events('worker') if e['worker'] == 2][0]\n"
+        "def wait(ready):\n"
+        "    while not ready():\n"
+        "        time.sleep(0.02)\n"
+        "t = make(plan='exact micro=2')\n"
+        "is_damaged = False\n"
+        "for report in t.steps(data, count=40):\n"
+        "    main = paceline.join().rank == 0\n"
+        "    if report.step == 3 and main:\n"
+        "        wait(lambda: len(events('spares')) == 1)\n"
+        "        os.kill(spare(), signal.SIGSTOP)\n"
+        "    if report.step == 3:\n"
+        "        t.save()\n"
+        "    if main and not is_damaged and any(Path('out/checkpoints').glob('step-*/manifest.json')):\n"
+        "        is_damaged, (file,) = True, Path('out/checkpoints').glob('step-*/model-*')\n"
+        "        with file.open('r+b') as damaged:\n"
+        "            damaged.seek(-1, 2)\n"
+        "            last = damaged.read()[0]\n"
+        "            damaged.seek(-1, 2)\n"
+        "            damaged.write(bytes([last ^ 1]))\n"
+        "        os.kill(spare(), signal.SIGCONT)\n"
+        "        wait(lambda: events('checked'))\n"
+        "    if main and report.step == 39:\n"
+        "        wait(lambda: len(events('checked')) >= 2)\n"
+        "    time.sleep(0.05)\n"
+    )
+    done = train_basics(tmp_path, body, 2, "--spares", "1", "--save-every", "100")
+    events = read_journal(tmp_path / "out")
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]
+    assert saved[0] in (3, 4)
+    assert saved[1] < 40, "after the damage was known, and not at the end"
+    checked = [(event["step"], event["worker"], event["damage"]) for event in events if event["event"] == "checked"]
+    damage = checked[0][2]
+    assert re.fullmatch(r"model-\w+\.safetensors: SHA-256 differs", damage)
+    assert checked[:2] == [(saved[0], 2, damage), (saved[1], 2, "")]
+    what = f"worker 2, a spare, has read the checkpoint of step {saved[0]} again: it is damaged ({damage})"
+    assert f"\n{what}; another one is written now\n" in done.stderr
+    read = f"spares have read {len(checked)} again, damaged: step {saved[0]} ({damage})"
+    assert read in dict(facts(Summary(tmp_path / "out"))["What happened"])["checkpoints"]
+
+
+def test_one_of_the_spares_that_see_a_folder_reads_its_checkpoints(tmp_path):
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    storage = Folder(tmp_path / "checkpoints")
+    assert not becomes_reader(storage, first), "there is no checkpoint yet"
+    storage.make()
+    with second:
+        with first:
+            assert becomes_reader(storage, first)
+            assert not becomes_reader(storage, second)
+        assert becomes_reader(storage, second), "the first one has ended"
+
+
+def test_newest_finished_checkpoint_is_read_once(tmp_path):
+    storage = Folder(tmp_path)
+    write_checkpoint(storage, 3, {"a": torch.arange(4.0)}, {})
+    read = read_newest(storage, -1)
+    assert read is not None
+    assert read[:2] == (3, "")
+    assert read_newest(storage, 3) is None
+    storage.put("step-000000000005", "model-1.safetensors", b"being written")
+    assert read_newest(storage, 2) is not None, "the newest one is not finished"
+    assert read_newest(storage, 2, ends=lambda: True) is None
 
 
 def test_spares_are_in_the_table_of_workers_the_report_and_the_metrics(tmp_path):

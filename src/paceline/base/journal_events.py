@@ -117,6 +117,15 @@ class SparesEvent(Journaled):
     step: NotRequired[Count | None]
 
 
+class CheckedEvent(Journaled):
+    """A checkpoint that a spare worker has read again, and what is damaged in it; empty if nothing is."""
+
+    step: Count
+    worker: Worker
+    damage: str
+    seconds: NotRequired[float]
+
+
 class MembersEvent(Journaled):
     """The members of a new generation, or the workers that a team lost."""
 
@@ -473,6 +482,7 @@ KINDS: dict[str, type] = {
     "generation": GenerationEvent,
     "restarted": RestartedEvent,
     "spares": SparesEvent,
+    "checked": CheckedEvent,
     **dict.fromkeys(("formed", "lost", "recovered"), MembersEvent),
     **dict.fromkeys(("finished", "stopped", "failed"), EndedEvent),
     "worker": ProcessEvent,

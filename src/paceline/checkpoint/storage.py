@@ -179,6 +179,14 @@ class Folder(_OneStorage):
         flush_folder(path)
         return written
 
+    def drop_cached(self, folder: str) -> None:
+        """Asks the system to read the files of a folder from the disk the next time, and not from its cache."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for path in (self.path / folder).iterdir():
+            with open_file(path) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def put(self, folder: str, file: str, data: bytes) -> None:
         """Writes a small file durably and atomically; it replaces a file of that name."""
         path = self.make(folder)

@@ -125,13 +125,15 @@ class TransferChecks:
         return self.add(among, tensors, taken)
 
     def gather(
-        self, among: Group, kind: str, tensors: str, flat: torch.Tensor, digest: int
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        """Returns the flat tensors of all workers, with their digests. `digest` is that of this worker's."""
-        transfer = self.sends(among, kind, tensors, [flat] * among.size, [digest] * among.size)
-        rows = among.gather(flat)
-        self.receives(transfer, rows)
-        return rows, transfer.received
+        self, among: Group, kind: str, tensors: str, flat: torch.Tensor, digest: int, room: Sequence[torch.Tensor]
+    ) -> list[int]:
+        """Fills the tensors of `room` with the flat tensors of all workers. Returns their digests; `digest` is that of
+        this worker's.
+        """
+        parts = [flat] * among.size
+        transfer = self.sends(among, kind, tensors, parts, [digest] * among.size)
+        self.exchange(among, transfer, parts, room)
+        return transfer.received
 
     def start_scatter(self, among: Group, flat: torch.Tensor, members: Sequence[int]) -> dist.Work | None:
         """Starts summing the gradients of the parameters `members`, as `Group.start_scatter` does. `finish_scatter`

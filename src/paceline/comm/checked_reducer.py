@@ -73,7 +73,8 @@ class CheckedReducer(BucketReducer):
 
     def start_last(self, small: torch.Tensor) -> dist.Work | None:
         """Sums all buckets, and then a small tensor in place."""
-        for bucket, sent in self._complete:
+        in_place = self._sum_in_place()
+        for bucket, sent in () if in_place else self._complete:
             number = self._next(0, bucket)
             while number < len(self.route):
                 self._move(number, bucket, sent)
@@ -148,8 +149,45 @@ class CheckedReducer(BucketReducer):
     ) -> list[tuple[torch.Tensor, int]]:
         """Sums the slices on all workers, in place. Returns them with their digests."""
         total, digest = self.checks.sum(among, tensors, parts, sent)
-        rows, digests = self.checks.gather(among, SUM, tensors, total, digest)
-        return [(part.copy_(row), one) for part, row, one in zip(parts, rows, digests, strict=True)]
+        return [*zip(parts, self.checks.gather(among, SUM, tensors, total, digest, parts), strict=True)]
+
+    def _sum_in_place(self) -> bool:
+        """Sums all buckets at once where they lie, if there is one step and its workers share the buckets' memory.
+        Returns whether it did.
+
+        Each worker reads its slice of all workers' buckets, and writes the sum to its own bucket, where the others read
+        it. Nobody else reads that slice before.
+        """
+        if len(self.route) != 1 or self.route[0].kind != "sum" or self.codec is not None or self.route[0].of_shared:
+            return False
+        among, rank = self.route[0].among, self.route[0].among.rank
+        buckets = [bucket for bucket, _ in self._complete]
+        shared = among.in_shared_memory([bucket.local_shard for bucket in buckets])
+        if shared is None:
+            return False
+        checks, size = self.checks, sum(bucket.local_shard.nbytes for bucket in buckets) // among.size
+        slices = [[tensor.tensor_split(among.size) for tensor in tensors] for tensors in shared]
+        names = [checks.describe(bucket.members) for bucket in buckets]
+        transfers = []
+        for (_, sent), tensors, parts in zip(self._complete, names, slices, strict=True):
+            transfers.append(checks.sends(among, CONTRIBUTION, tensors, parts[rank], sent))
+        among.meet_to_read(size * (among.size - 1))
+        for number, (tensors, parts) in enumerate(zip(names, slices, strict=True)):
+            taken = [each[rank] for each in parts]
+            checks.receives(transfers[number], taken)
+            total, digest = checks.add(among, tensors, taken)
+            parts[rank][rank].copy_(total)
+            given = [parts[rank][rank]] * among.size
+            transfers[number] = checks.sends(among, SUM, tensors, given, [digest] * among.size)
+        among.meet_to_read(size * (among.size - 1))
+        for bucket, transfer, parts in zip(buckets, transfers, slices, strict=True):
+            for other, part in enumerate(parts[rank]):
+                if other != rank:
+                    part.copy_(parts[other][other])
+            checks.receives(transfer, parts[rank])
+            self._held[bucket.index] = [*zip(parts[rank], transfer.received, strict=True)]
+            self._start(len(self.route), bucket)
+        return True
 
     def _sum_coded(
         self, among: Group, bucket: Bucket, tensors: str, parts: Sequence[torch.Tensor], sent: Sequence[int]

@@ -460,19 +460,32 @@ class Group:
 
         Each list has to be read before the next one is asked for. Part of the entered collective.
         """
-        arenas = [self.channel.in_arena(flat) if self.size > 1 else None for flat in flats]
-        parts = [arena.parts for arena in arenas if arena is not None and len(arena.parts) == self.size]
-        is_shared = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
-        if is_shared:  # reads the stretches where they lie
-            self._barrier()
-            self.ledger[self._declared[2]][1] += sum(flat.nbytes for flat in flats) // self.size
-            for tensors in parts:
+        shared = self.in_shared_memory(flats)
+        if shared is not None:  # reads the stretches where they lie
+            self.meet_to_read(sum(flat.nbytes for flat in flats) // self.size)
+            for tensors in shared:
                 yield [tensor.view(self.size, -1)[rank] for rank, tensor in enumerate(tensors)]
             self._barrier()
-        for flat in () if is_shared else flats:
+        for flat in flats if shared is None else ():
             if self.size > 1:
                 self._all_gather(flat, flat.view(self.size, -1)[self.rank])
             yield list(flat.view(self.size, -1))
+
+    def in_shared_memory(self, flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+        """Returns, for each tensor, those of all workers by rank if all of them are in memory that the workers share;
+        the same on every worker. None otherwise.
+        """
+        arenas = [self.channel.in_arena(flat) if self.size > 1 else None for flat in flats]
+        parts = [arena.parts for arena in arenas if arena is not None and len(arena.parts) == self.size]
+        is_shared = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
+        return parts if is_shared else None
+
+    def meet_to_read(self, size: int) -> None:
+        """Waits for all workers, before they read `size` bytes of each other's memory. Part of the entered
+        collective.
+        """
+        self._barrier()
+        self.ledger[self._declared[2]][1] += size
 
     def finish(self, work: dist.Work | None) -> None:
         """Waits for a collective that was started."""

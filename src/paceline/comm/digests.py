@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 
 # Numbers that are summed together. Both are odd: changed signs of all numbers of a line must not cancel.
-_LINES, _COLUMNS = 127, 1023
+_LINES, _COLUMNS = 255, 1023
+SMALL = 16 * _COLUMNS  # numbers that are digested as they are: that takes less time than sums of them
 _CHUNK = _LINES * _COLUMNS
 _MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 SIGNS = 3  # signed sums of a sketch
@@ -29,18 +30,29 @@ def checksum(flat: torch.Tensor) -> int:
     2**32. Of large tensors the sums of lines and of columns are digested, which is faster: changes that leave all of
     them as they are, in four corners at least, are not seen.
     """
-    if not flat.numel():
-        return 0
-    factors, total = _factors(flat.device), 0
-    for chunk in _words(flat.detach()).split(_CHUNK):
-        parts = [chunk]
-        if len(chunk) == _CHUNK:
-            parts = [chunk.view(_LINES, _COLUMNS).sum(dim, dtype=torch.int32) for dim in range(2)]
-        for part in parts:
-            # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
-            mixed = (part >> 16).bitwise_xor_(part).mul_(factors[: len(part)])
-            total = (total * 1_000_003 + int(mixed.sum(dtype=torch.int32))) * _MULTIPLIER & _MASK
+    words, numbers = _words(flat.detach()), list[int]()
+    lines = words[: len(words) // _COLUMNS * _COLUMNS if len(words) > SMALL else 0].view(-1, _COLUMNS)
+    if len(lines):
+        chunks = lines.split(_LINES)
+        sums = words.new_zeros(len(chunks), _LINES + _COLUMNS)
+        for chunk, row in zip(chunks, sums, strict=True):  # each is read twice while the cache has it
+            torch.sum(chunk, 1, dtype=torch.int32, out=row[: len(chunk)])
+            torch.sum(chunk, 0, dtype=torch.int32, out=row[_LINES:])
+        numbers += _mix(sums)
+    if len(words) > lines.numel():
+        numbers += _mix(words[None, lines.numel() :])
+    total = 0
+    for number in numbers:
+        total = (total * 1_000_003 + number) * _MULTIPLIER & _MASK
     return (total ^ total >> 32) >> 1
+
+
+def _mix(rows: torch.Tensor) -> list[int]:
+    """Returns a number of 32 bits for each row of words, in which their positions count."""
+    # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
+    mixed = (rows >> 16).bitwise_xor_(rows).mul_(_factors(rows.device)[: rows.shape[1]])
+    numbers: list[int] = mixed.sum(1, dtype=torch.int32).tolist()
+    return numbers
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:

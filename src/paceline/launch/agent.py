@@ -90,6 +90,7 @@ class Agent:
         self._lines = 0  # the version of the orders whose line was printed last
         self._coming: dict[str, Any] = {}  # who receives the state, as last sent to the workers
         self._profile: dict[str, Any] = {}  # the last profile request
+        self._damaged = -1  # the step of the newest checkpoint that was found damaged
         self._merge: dict[str, Any] | None = None  # the merge of islands, as last sent to the workers
         self._servers: dict[str, Any] = {}  # the parameter servers, as last sent to the workers
         self._sent_generation = (0, 0)  # epoch and number of the generation last sent to the workers
@@ -437,6 +438,9 @@ class Agent:
         if orders["profile"] != self._profile:
             self._profile = orders["profile"]
             messages.append({"profile": self._profile})
+        if orders.get("damaged", -1) != self._damaged:
+            self._damaged = orders["damaged"]
+            messages.append({"damaged": self._damaged})
         for worker in self._workers.all if messages else []:
             if worker.alive:
                 for message in messages:

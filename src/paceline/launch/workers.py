@@ -111,7 +111,7 @@ class Worker:
 
     def report(self) -> dict[str, Any]:
         """The report of this worker to the coordinator, see `team.worker_slots.WorkerReport`."""
-        failed_event, events = self.events.get("failed"), self.events
+        failed_event, checked, events = self.events.get("failed"), self.events.get("checked"), self.events
         return {
             "life": self.life,
             "store": self.store,
@@ -127,6 +127,7 @@ class Worker:
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),
             "wrong": events.get("corrupted", {}).get("attempts", 0.0),
+            "checked": tuple(checked[word] for word in ("step", "damage", "seconds")) if checked else None,
             "leaves": "leaves" in events,
             "round": events.get("round", {}).get("told"),
             "ended": "ended" in events,

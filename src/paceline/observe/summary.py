@@ -109,6 +109,7 @@ class Summary:
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
         self.collectives: Event = next((e["kinds"] for e in reversed(last) if e["event"] == "collectives"), {})
         self.checkpoints = effective_steps(events, "checkpoint")
+        self.checked = [event for event in events if event["event"] == "checked"]
         self.evaluations = effective_steps(events, "evaluate")
         self.grids = _once(events, "grid", "phase")
         self.shares, self.memory = ([e for e in last if e["event"] == kind] for kind in ("shares", "memory"))
@@ -583,6 +584,19 @@ def _teams(formed: list[Event]) -> str:
     return f"re-formed {plural(len(formed), 'time')} in {duration(total(formed, 'seconds'))}; {workers} at the end"
 
 
+def _saved(s: Summary) -> str:
+    """How many checkpoints were written, and how many of them spares have read again."""
+    texts = list[str]()
+    if s.checkpoints:
+        seconds = duration(total(s.checkpoints, "seconds"))
+        texts.append(f"{len(s.checkpoints)} written in {seconds}, the last to {s.checkpoints[-1].get('path')}")
+    if s.checked:
+        damaged = [f"step {event['step']} ({event['damage']})" for event in s.checked if event["damage"]]
+        state = f"damaged: {', '.join(damaged)}" if damaged else "none is damaged"
+        texts.append(f"spares have read {len(s.checked)} again, {state}")
+    return "; ".join(texts)
+
+
 def _spares(changes: list[Event]) -> str:
     """How often a spare worker has entered the team, and how many are ready."""
     if not changes:
@@ -663,10 +677,6 @@ def facts(summary: Summary) -> dict[str, Rows]:
         moved = f"{size_of(s.bytes_per_step)} per step, {size_of(s.bytes_moved)} in total, sent by worker 0"
     resumed = start.get("resumed_from")
     since = f"the last resumed from step {resumed}" if resumed else "the last started from the beginning"
-    saved = ""
-    if s.checkpoints:
-        seconds = duration(total(s.checkpoints, "seconds"))
-        saved = f"{len(s.checkpoints)} written in {seconds}, the last to {s.checkpoints[-1].get('path')}"
     hosts = start.get("hosts") if start.get("hosts") != 1 else None
     tables: dict[str, Rows] = {
         "Results": [
@@ -702,7 +712,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
         "What happened": [
             ("started", started_at(s)),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
-            ("checkpoints", saved),
+            ("checkpoints", _saved(s)),
             *_losses(s),
             *(
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")

@@ -160,7 +160,8 @@ class CheckpointManager:
         """
         if self._writer_job is not None or self.commit is not None:
             return 0
-        if self._repeats or self._due(step):
+        # A spare that has read the last one again may have found it damaged.
+        if self._repeats or self._due(step) or self.team.transactions.commands.damaged >= self.begun:
             return 1
         if self._mirror is None or not self._is_alone:
             return 0

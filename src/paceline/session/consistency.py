@@ -24,7 +24,7 @@ from paceline.base.journal import Journal
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
 from paceline.comm.communicator import Group
-from paceline.comm.digests import checksum
+from paceline.comm.digests import SMALL, checksum
 from paceline.comm.gradient_buckets import BYTES
 from paceline.comm.torch_private import BatchNormBase
 from paceline.compute.job import TrainingJob
@@ -49,8 +49,10 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     total = 0
     for alike in kinds(tensors, BYTES):
         flats = [tensor.detach().reshape(-1) for tensor in alike]
-        bits = checksum(flats[0] if len(flats) == 1 else torch.cat(flats))
-        total = (total * 1_000_003 + bits) % ((1 << 52) - 1)
+        small = [flat for flat in flats if flat.numel() < SMALL]
+        parts = [flat for flat in flats if flat.numel() >= SMALL] + ([torch.cat(small)] if small else [])
+        for part in parts:
+            total = (total * 1_000_003 + checksum(part)) % ((1 << 52) - 1)
     return total
 
 

@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.script_view import without_script_view
 from paceline.session.best_checkpoint import keep_best
 from paceline.session.check_request import CheckRequest
+from paceline.session.checkpoint_checker import checking
 from paceline.session.checkpoint_manager import CheckpointManager
 from paceline.session.consistency import ConsistencyChecker
 from paceline.session.memory_needs import MemoryNeeds
@@ -126,7 +127,8 @@ class Run:
             tree, transactions.waiting = self.serving.take(), False
             self.state.take_over(tree, newcomer=True)
         elif transactions.waiting:
-            transactions.admit()
+            with checking(self.checkpoints.storage, self.team.world.tell):
+                transactions.admit()
 
     def begin_training(self, trainer: int, loop: bool) -> None:
         """Prepares for a loop or a single step: restores what a resumed run brings back, and does what has become due

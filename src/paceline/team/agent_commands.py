@@ -1,4 +1,4 @@
-"""Receives what an agent tells its worker: new generations, pauses, newcomers, servers, merges, profiles."""
+"""Receives what an agent tells its worker: generations, pauses, newcomers, servers, merges, profiles, damage."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class AgentCommands:
         self.profile: dict[str, Any] = {}  # which workers are to profile which steps
         self.merge: dict[str, Any] = {}  # the last decision about a merge of islands
         self.paused_by_agent = False  # whether to make no further step for the time being
+        self.damaged = -1  # the step of the newest checkpoint that was found damaged
         self._on_urgent, self._on_newcomers = on_urgent, on_newcomers
         self._wrong: FormatError | None = None  # what is wrong with a message that is no command
         self._news = threading.Condition()
@@ -103,6 +104,8 @@ class AgentCommands:
                 self._news.notify_all()
         elif "profile" in message:
             self.profile = message["profile"]
+        elif "damaged" in message:
+            self.damaged = message["damaged"]
         elif "wait" in message:
             self.paused_by_agent = message["wait"]
         else:

@@ -84,6 +84,7 @@ class Coordinator:
     mirrors: bool = False  # whether hosts keep copies of each other's state in memory
     chooser: str = ""  # the agent that may change the plan
     changes: bool = False  # whether the run goes on under another plan after this attempt
+    damaged: int = -1  # the step of the newest checkpoint that a spare has found damaged
 
     def __post_init__(self) -> None:
         # When to act on leave notices, on exceptions, and on workers that miss others.
@@ -409,6 +410,7 @@ class Coordinator:
             "servers": serving(self.slots),
             "lines": self.lines,
             "changes": self.changes,
+            "damaged": self.damaged,
             **({"hosts": self._usable} if agent == self.chooser else {}),
             **self.hosts.about(agent),
         }
@@ -481,10 +483,20 @@ class Coordinator:
             self._say(report.stands)
         for _ in range(int(report.wrong) - int(previous.wrong)):
             self._blame(slot.agent, [number], f"{ranks([number])} {WRONG_VALUES}")
+        if report.checked is not None and report.checked != previous.checked:
+            self._note_checkpoint(number, *report.checked)
         if report.alone > previous.alone:
             self._form_again_due = min(self._form_again_due, now + ALONE)
         if report.ended and not previous.ended:
             membership.end(number)
+
+    def _note_checkpoint(self, number: int, step: int, damage: str, seconds: float) -> None:
+        """Notes that a spare has read a checkpoint again. If that is damaged, another one is written."""
+        self.record("checked", step=step, worker=number, damage=damage, seconds=seconds)
+        if damage and step > self.damaged:
+            self.damaged = step
+            what = f"{ranks([number])}, a spare, has read the checkpoint of step {step} again: it is damaged ({damage})"
+            self._say(f"{what}; another one is written now", always=True)
 
     def _ended(self, number: int, slot: WorkerSlot, previous: WorkerReport, now: float) -> None:
         """Acts on how a worker ended, or that it is about to end."""

@@ -64,7 +64,7 @@ STATE = form(  # of a worker, see worker_slots.WorkerReport
     | each("cause tail", list[str])
     | each("servers copies", Few)
     | {"store": Address, "replica": PositiveCount, "at": At | None, "failed": tuple[str, Count, str] | None}
-    | {"wrong": Attempts}
+    | {"wrong": Attempts, "checked": tuple[Count, str, Seconds] | None}
     | {"since": Seconds, "status": Code | None, "round": ROUND | None},
 )
 SAME = form(  # a report whose other fields are the same as in the last one
@@ -110,7 +110,8 @@ ORDERS = form(
     | {"generation": GENERATION | None, "failing": list[tuple[Worker, str, str]], "merge": MERGE | None}
     | {"standbys": list[Address], "moved": Address | None, "lines": list[tuple[Count, str, bool]]}
     | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},
-    {"failures": list[tuple[Seconds, str]], "excluded": str, "changes": bool, "hosts": list[tuple[str, Few]]},
+    {"failures": list[tuple[Seconds, str]], "excluded": str, "changes": bool, "hosts": list[tuple[str, Few]]}
+    | {"damaged": Last},
 )
 STANDS = by_number(form({"state": str, "newest": dict[str, Count], "at": Seconds, **WAITING_PLACE}))
 ANSWERS: dict[str, Any] = {
@@ -145,13 +146,14 @@ EVENTS: dict[str, Any] = {
     "needs": form({"plans": list[tuple[str, list[Count]]], "besides": int}),
     "saved": form({"step": Count}),
     "corrupted": form({"attempts": Attempts}),
+    "checked": form({"step": Count, "damage": str, "seconds": Seconds}),
 }
 
 # ---- messages of an agent to its worker: a generation, or one of these
 
 COMMAND = form(
     {},
-    {**each("coming servers", dict[Number, At]), "merge": MERGE | None, "wait": bool}
+    {**each("coming servers", dict[Number, At]), "merge": MERGE | None, "wait": bool, "damaged": Last}
     | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},
 )
 

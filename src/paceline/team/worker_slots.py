@@ -25,7 +25,8 @@ class WorkerReport:
     `replica` is the number of workers that hold the model together. A newcomer is `waiting` to be admitted; `at` is the
     address where it receives the state beforehand (host, port, salt), and `current` means that it has the state, or
     that no worker sends it. `formed` is the last generation that it entered, `alone` the one in which it misses others.
-    `wrong` counts the attempts at verified steps in which it computed wrong values.
+    `wrong` counts the attempts at verified steps in which it computed wrong values. `checked` is the last checkpoint
+    that it has read again: its step, what is damaged, and the seconds that it took.
     `failed` describes its exception, which is `final` if another worker would raise it as well. The worker has been
     `stopped` (SIGSTOP) for `since` seconds. `hung` is the line at which it hung and was ended, `stands` a text for the
     console about a worker that makes no progress. `status` is its exit code, `why` says how it ended, `cause` what else
@@ -45,6 +46,7 @@ class WorkerReport:
     formed: int = -1
     alone: int = -1
     wrong: float = 0.0
+    checked: tuple[int, str, float] | None = None
     leaves: bool = False
     ended: bool = False
     failed: tuple[str, int, str] | None = None
