@@ -32,6 +32,7 @@ from paceline.base.handshake import (
     prove_caller,
     prove_listener,
     read_caller,
+    send_at_once,
 )
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.polling import wait_for
@@ -110,7 +111,7 @@ class Connection:
         says: Callable[[Connection], str] | None = None,
     ) -> None:
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_at_once(connection)
         connection.setblocking(False)
         self.socket, self.broken, self.paused = connection, False, False
         self.inbox: deque[Message] = deque()
