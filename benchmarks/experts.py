@@ -34,7 +34,7 @@ from turns import WARM_UP, Processes, beside, give, in_order, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.tuning import surround
+from paceline.launch.tuning import worker_settings
 
 AGREE, ROWS, LENGTH, STEPS = 1e-4, 8, 64, 10  # rows of a worker in a step, their length, steps of a round
 EXPERTS, CHOSEN, LAYERS = 8, 2, 4
@@ -189,7 +189,7 @@ def start(workers: int, width: int, steps: int, folder: Path, side: str, address
         command = ["-m", "paceline", "run", "--quiet", "--workers", str(workers), "--run-dir", str(folder / side)]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
-    variables, pins, _ = surround(workers, environment, sorted(os.sched_getaffinity(0)))
+    variables, pins, _ = worker_settings(workers, environment, sorted(os.sched_getaffinity(0)))
     return launch(script, environment | variables, pins, workers)
 
 

@@ -43,7 +43,7 @@ from turns import WARM_UP, Processes, beside, give, in_order, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.tuning import surround
+from paceline.launch.tuning import worker_settings
 from paceline.parallel.pipeline.schedule import simulate, table
 
 AGREE, ROWS, MICRO, LENGTH, WORDS, STEPS = 1e-4, 16, 2, 64, 512, 5  # rows of a step and of a micro-batch; STEPS a round
@@ -151,7 +151,7 @@ def start(workers: int, sizes: list[int], folder: Path, side: str, address: str)
     script = [str(Path(__file__).resolve()), "--worker", side, address, str(workers), *map(str, sizes)]
     if side == "trainer":
         return [subprocess.Popen([*run(workers, folder / side), *script], env=environment)]
-    variables, pins, _ = surround(workers, environment, sorted(os.sched_getaffinity(0)))
+    variables, pins, _ = worker_settings(workers, environment, sorted(os.sched_getaffinity(0)))
     return launch(script, environment | variables, pins, workers)
 
 

@@ -116,9 +116,9 @@ def start(model: str, level: int, steps: int, folder: Path, before: Path | None,
         ]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
-    from paceline.launch.tuning import surround  # another checkout may have it elsewhere
+    from paceline.launch.tuning import worker_settings  # another checkout may have it elsewhere
 
-    variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
+    variables, pins, _ = worker_settings(WORKERS, environment, sorted(os.sched_getaffinity(0)))
     return launch(script, environment | variables, pins)
 
 

@@ -139,9 +139,9 @@ def start(side: str, address: str, model: str, steps: int, folder: Path, before:
         return [subprocess.Popen([sys.executable, *command, "--save-every", "1000000", *script], env=environment)]
     pins: list[list[int]] = []
     if side in (*TUNED, *ALONE):
-        from paceline.launch.tuning import KEEP, surround  # another checkout may have it elsewhere
+        from paceline.launch.tuning import KEEP, worker_settings  # another checkout may have it elsewhere
 
-        variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
+        variables, pins, _ = worker_settings(WORKERS, environment, sorted(os.sched_getaffinity(0)))
         keep = {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
         environment |= variables if side in ALONE else keep
     return launch(script, environment, pins)

@@ -38,7 +38,7 @@ from torch.utils.data import TensorDataset
 from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, in_order, launch, medians, record, take
 
 import paceline
-from paceline.launch.tuning import surround
+from paceline.launch.tuning import worker_settings
 from paceline.session.process_memory import peak_memory
 
 AGREE, LENGTH, INPUTS, STEPS = 1e-4, 16, 32, 3  # steps of a round
@@ -146,7 +146,7 @@ def start(folder: Path, numbers: list[int], side: str, address: str) -> Processe
         ]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
-    variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
+    variables, pins, _ = worker_settings(WORKERS, environment, sorted(os.sched_getaffinity(0)))
     return launch(script, environment | variables, pins, 1 if side == "plain" else WORKERS)
 
 

@@ -344,7 +344,7 @@ class Trainer(TrainerLogging):
             replica.grad_sink,
             replica.grad_buffers,
         )
-        for part in (*parts, replica.transit, replica.error_feedback, replica, job):
+        for part in (*parts, replica.reducer, replica.error_feedback, replica, job):
             if part is not None:
                 vars(part).clear()  # hooks on a model that the script holds may hold them
         vars(self).clear()

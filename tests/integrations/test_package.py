@@ -54,7 +54,7 @@ from paceline.base.environment import (
 from paceline.base.exit_codes import LEFT_OUT
 from paceline.cli.main import main
 from paceline.errors import UsageError
-from paceline.launch.tuning import HUGE, surround
+from paceline.launch.tuning import HUGE, worker_settings
 from paceline.plan import Plan
 from paceline.session.training_loop import RegisteredTrainer
 
@@ -462,7 +462,7 @@ def test_every_environment_variable_is_documented() -> None:
     page = "docs/reference/configuration.md"
     told = set(re.findall(r"`([A-Z][A-Z_]+)\b", section(page, "## Environment variables")))
     assert names - told == set()
-    given_by_agent = {*surround(2, {}, [0, 1])[0], HUGE, "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
+    given_by_agent = {*worker_settings(2, {}, [0, 1])[0], HUGE, "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
     given_by_agent.add("PACELINE_CONFIG")  # which paceline.config() reads
     assert told - names == given_by_agent
 

@@ -15,28 +15,28 @@ from warm import environment
 
 from paceline.base.console import shown
 from paceline.base.environment import THREADS, doubt_threads
-from paceline.launch.tuning import surround, thread_warnings
+from paceline.launch.tuning import thread_warnings, worker_settings
 
 
 def test_workers_are_pinned_to_their_share_of_cores():
-    variables, pins, done = surround(2, {}, [0, 1, 4, 5, 7])
+    variables, pins, done = worker_settings(2, {}, [0, 1, 4, 5, 7])
     assert variables["OMP_NUM_THREADS"] == "2"
     assert pins == [[0, 1], [4, 5]]
     assert [text for text, _ in done][:2] == ["2 threads each", "pinned to 2 cores each"]
 
 
 def test_one_worker_and_more_workers_than_cores_are_not_pinned():
-    assert surround(1, {}, [0, 1])[1] == [[]]
-    variables, pins, _ = surround(5, {}, [0, 1])
+    assert worker_settings(1, {}, [0, 1])[1] == [[]]
+    variables, pins, _ = worker_settings(5, {}, [0, 1])
     assert variables["OMP_NUM_THREADS"] == "1"
     assert pins == [[]] * 5
 
 
 def test_thread_and_allocator_variables_of_the_user_stay():
     given = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1", "THP_MEM_ALLOC_ENABLE": "0", "PYTHONHASHSEED": "7"}
-    variables, _, done = surround(3, given, [0, 1])
+    variables, _, done = worker_settings(3, given, [0, 1])
     assert (variables, done) == ({}, [])
-    assert "MALLOC_MMAP_THRESHOLD_" not in surround(1, {"GLIBC_TUNABLES": ""}, [0])[0]
+    assert "MALLOC_MMAP_THRESHOLD_" not in worker_settings(1, {"GLIBC_TUNABLES": ""}, [0])[0]
 
 
 NO_NUMBERS = ["banana", "-1", "0", "1e3", "1.5", "", "2 3", "\u0663"]
@@ -45,7 +45,7 @@ NO_NUMBERS = ["banana", "-1", "0", "1e3", "1.5", "", "2 3", "\u0663"]
 @pytest.mark.parametrize("name", THREADS)
 @pytest.mark.parametrize("value", NO_NUMBERS)
 def test_invalid_thread_variable_is_replaced_and_noted(name: str, value: str) -> None:
-    assert surround(2, {name: value}, [0, 1, 4, 5])[0][name] == "2"
+    assert worker_settings(2, {name: value}, [0, 1, 4, 5])[0][name] == "2"
     given = f"{name}={shown(value)}"
     said = f"{given} is not a number of threads; each worker uses 2 instead"
     assert thread_warnings(2, {name: value}, [0, 1, 4, 5]) == [said]
@@ -57,7 +57,7 @@ def test_more_threads_than_cores_are_noted() -> None:
     for given in ({}, {"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": " 2,1"}, {"MKL_NUM_THREADS": "1"}):
         assert thread_warnings(2, given, [0, 1, 4, 5]) == []
         assert doubt_threads(1, given) == []
-    assert "OMP_NUM_THREADS" not in surround(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5])[0]
+    assert "OMP_NUM_THREADS" not in worker_settings(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5])[0]
     said = "is more threads than cores, for 2 workers on 4 cores; unset it to use 2, which is faster"
     assert thread_warnings(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5]) == [f"OMP_NUM_THREADS=3 {said}"]
     cores = len(os.sched_getaffinity(0))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.compute.buffers import buffer, held_in
-from paceline.launch.tuning import surround
+from paceline.launch.tuning import worker_settings
 
 HEAD = "import json, os\nfrom basics import *\nrank = int(os.environ.get('PACELINE_RANK') or os.environ['RANK'])\n"
 CASES = """
@@ -191,8 +191,8 @@ def test_sets_of_names_have_one_order_on_all_workers(workers: int, plan: str, tm
 
 
 def test_hash_seed_of_the_user_is_kept() -> None:
-    assert surround(1, {}, [0])[0]["PYTHONHASHSEED"] == "0"
-    assert "PYTHONHASHSEED" not in surround(1, {"PYTHONHASHSEED": "random"}, [0])[0]
+    assert worker_settings(1, {}, [0])[0]["PYTHONHASHSEED"] == "0"
+    assert "PYTHONHASHSEED" not in worker_settings(1, {"PYTHONHASHSEED": "random"}, [0])[0]
 
 
 def test_a_joining_worker_with_a_different_model_is_refused(tmp_path: Path) -> None:

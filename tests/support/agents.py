@@ -140,7 +140,7 @@ class Launcher:
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
         stdout, stderr = process.communicate(timeout=120)
-        # How the workers are surrounded depends on the machine: test_surroundings.py looks at it.
+        # The settings of workers depend on the machine: test_threads_and_cores.py looks at them.
         stderr = re.sub(r"^(\d+ workers?) \([^)]*\), run", r"\1, run", stderr, flags=re.MULTILINE)
         return Ended(process.returncode, stdout, stderr, self.folder / "run")
 

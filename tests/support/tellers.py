@@ -360,7 +360,7 @@ def answered_by_etcd(answers: dict[str, bytes]) -> None:
 
     with patch("urllib.request.urlopen", answer):
         lease = Lease("etcd://a:1/run", ("10.0.0.1", 29400))
-        lease._take()
+        lease._try_to_acquire()
         lease._renew()
 
 

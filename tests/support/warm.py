@@ -21,7 +21,7 @@ from paths import SCRIPTS
 
 from paceline.launch.fork_server import ForkServer, WorkerProgram
 from paceline.launch.forked_worker import PROGRAM, READ_FIRST
-from paceline.launch.tuning import surround
+from paceline.launch.tuning import worker_settings
 
 # Variables that torch's compiler, sklearn and Lightning set in the process of the tests itself when they are imported:
 # with one that the warm process did not begin with, each later worker would start cold.
@@ -42,7 +42,7 @@ def environment(**more: str | None) -> dict[str, str]:
 @cache
 def _given() -> dict[str, str]:
     given = environment(PYTHONUNBUFFERED="1")
-    variables, _, _ = surround(1, given, [0])
+    variables, _, _ = worker_settings(1, given, [0])
     return given | variables
 
 

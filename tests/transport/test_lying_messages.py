@@ -255,7 +255,9 @@ def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> A
     vars(agent).update(
         _failing={}, _failing_since={}, _stop=None, _over=False, _standby_address=("127.0.0.1", 1), _declined={}
     )
-    vars(agent).update(_coordinator=None, _is_held_back=False, _link=link, _workers=workers, _output=output)
+    vars(agent).update(
+        _coordinator=None, _is_held_back=False, _damaged=-1, _link=link, _workers=workers, _output=output
+    )
     vars(agent).update(say=lambda *_: None, _try_start=again, _stopping=0.0, _at_once=False, _ending_first=[])
     agent._take_orders()
     return agent
@@ -421,7 +423,7 @@ def take_driver(line: bytes) -> None:
 
 def take_order(line: bytes) -> None:
     done: Callable[..., None] = lambda *_: None
-    AgentCommands(None, done, done)._take(line)
+    AgentCommands(None, done, done)._obey(line)
 
 
 def take_etcd(path: str, own: bytes | None) -> Callable[[bytes], None]:

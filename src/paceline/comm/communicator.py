@@ -85,13 +85,13 @@ class Group:
         self._parent: tuple[Group, str] | None = None
         if world.size > 1 and not world.newcomer:
             with HEARTBEAT.waiting():
-                self._take(world, *self._connect(world, never))
+                self._join_world(world, *self._connect(world, never))
 
     def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, Transport]:
         store = self._rendezvous.open(world, given_up)
         return store, Transport(store, world.rank, world.size, FOR_EVER, given_up)
 
-    def _take(self, world: World, store: dist.Store | None, channel: Transport | None) -> None:
+    def _join_world(self, world: World, store: dist.Store | None, channel: Transport | None) -> None:
         self.rank, self.size = world.rank, world.size
         self.names, self.mesh = world.members or range(world.size), self.mesh.over(world.size)
         self._lends = False
@@ -113,14 +113,14 @@ class Group:
         """
         self.has_left_generation |= self.channel is not None
         self._abort()
-        self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
+        self._join_world(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
         if world.size == 1:
             return
         why = PeerLostError("the generation was abandoned", "wait for the next one")
         try:  # gloo, too, can be left behind
             with HEARTBEAT.waiting():  # not in the thread, which may be left behind
                 made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
-            self._take(world, *made)
+            self._join_world(world, *made)
             for part in self._parts.values():
                 if part.is_eager:
                     part.expose_to_torch()
@@ -181,7 +181,7 @@ class Group:
         part._parent = parent, f"{prefix}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
         members = tuple(self.names[rank] for rank in ranks)
         part._label = f"{axes or 'alone'} of {members[0]}"
-        part._take(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
+        part._join_world(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
 
     def _join(self) -> None:
         """Connects the workers of a part, unless they are connected in this generation."""

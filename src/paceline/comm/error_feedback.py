@@ -281,7 +281,7 @@ class ErrorFeedback:
         self._usual_codec_seconds = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
         candidates = codec_tuning.close(measured, self._allowed_words, rate, latency, words)
         self._comparison = codec_tuning.LiveComparison(candidates) if len(candidates) > 1 else None
-        self._take(words, rate, hosts)
+        self._choose_codec(words, rate, hosts)
         self._deviating_steps, self._patience = 0, 2 * self._patience if before else self._patience
         bucket_of = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
         for word in dict.fromkeys(words.values()):
@@ -295,7 +295,7 @@ class ErrorFeedback:
                 why = f"it takes the least time of {', '.join(self._allowed_words)}{more}"
                 yield f"bucket {bucket_of[name].index}, {size}, {link}: {costs}", why
 
-    def _take(self, words: dict[str, str], rate: float, hosts: int) -> None:
+    def _choose_codec(self, words: dict[str, str], rate: float, hosts: int) -> None:
         assert self.codec is not None
         self.chosen = {"words": words, "rate": rate, "hosts": hosts} | ({"open": True} if self._comparison else {})
         self.codec.words = words
@@ -308,12 +308,12 @@ class ErrorFeedback:
         seconds, rate = max(took for took, *_ in reports), min(rate for _, rate, _ in reports)
         hosts = self.chosen["hosts"]
         if comparison.next_candidate(seconds, rate):
-            self._take(comparison.present, rate, hosts)
+            self._choose_codec(comparison.present, rate, hosts)
             return
         best, self._comparison = comparison.best(), None
         if best < len(comparison.spent):
             self._usual_codec_seconds = comparison.spent[best]
-        self._take(comparison.candidates[best], comparison.took[best][1], hosts)
+        self._choose_codec(comparison.candidates[best], comparison.took[best][1], hosts)
         yield f"codecs compared in the run: {comparison.describe()}", "this codec took the least time in training steps"
 
     def advice(self, computing: float, codecs: bool) -> str:

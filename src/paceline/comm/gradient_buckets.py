@@ -105,7 +105,7 @@ class Buckets:
         self._touched: set[int] = set()
         self._counted: set[int] = set()
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._take, number))
+            param.register_post_accumulate_grad_hook(partial(self._write_gradient, number))
             for number, param in enumerate(self.params if hooks else ())
         ]
 
@@ -179,9 +179,9 @@ class Buckets:
         weighed, self._weight = self._weight is not None, None
         for number, param in enumerate(self.params if weighed else ()):
             if param.grad is not None:
-                self._take(number, param)
+                self._write_gradient(number, param)
 
-    def _take(self, number: int, param: torch.Tensor) -> None:
+    def _write_gradient(self, number: int, param: torch.Tensor) -> None:
         """Takes a gradient that autograd has made: a hook of the parameter."""
         if self._ready is None or self._weight is not None:  # not in a step, or it is taken in `end_backward`
             return

@@ -52,7 +52,7 @@ class _Inbox:
         """Takes in the pieces that have come so far."""
         while self.taking is not None or self.lane.waiting() is not None:
             if self.taking is None:
-                self.taking, self.until = self._take(), None
+                self.taking, self.until = self._receive_next(), None
             try:
                 while self.until is None or self.until():
                     self.until = next(self.taking)
@@ -60,7 +60,7 @@ class _Inbox:
             except StopIteration:
                 self.taking = None
 
-    def _take(self) -> Iterator[Condition]:
+    def _receive_next(self) -> Iterator[Condition]:
         head = self.lane.waiting()
         assert head is not None
         size, tag = head

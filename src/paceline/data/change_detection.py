@@ -188,7 +188,7 @@ class Snapshot:
         kind = type(value)
         slots = [slot for base in kind.__mro__ for slot in vars(base).values() if type(slot) is MemberDescriptorType]
         if issubclass(kind, tuple | frozenset):
-            self._take(name, value)
+            self._refer_to_items(name, value)
         elif issubclass(kind, list | set | deque):
             self._compare_items(name, value)
         elif issubclass(kind, dict | MappingProxyType):
@@ -221,7 +221,7 @@ class Snapshot:
     def _refer(self, values: Iterable[tuple[str, Any]]) -> None:
         self._waiting.extend(values)
 
-    def _take(self, name: str, items: Any) -> bool:
+    def _refer_to_items(self, name: str, items: Any) -> bool:
         """What items refer to; whether nothing of them can change."""
         plain = _are_plain(items)
         self._entries -= len(items) // 4 if plain else len(items)
@@ -233,7 +233,7 @@ class Snapshot:
 
     def _compare_items(self, name: str, items: Any) -> None:
         before = next(base for base in (list, set, deque) if isinstance(items, base)).copy(items)
-        if self._take(name, before) or isinstance(items, set):
+        if self._refer_to_items(name, before) or isinstance(items, set):
             self._probes.append(lambda: "" if _are_equal(items, before) else name)
         else:
             self._probes.append(lambda: "" if len(items) == len(before) and all(map(is_, items, before)) else name)

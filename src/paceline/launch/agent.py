@@ -438,9 +438,9 @@ class Agent:
         if orders["profile"] != self._profile:
             self._profile = orders["profile"]
             messages.append({"profile": self._profile})
-        if orders.get("damaged", -1) != self._damaged:
-            self._damaged = orders["damaged"]
-            messages.append({"damaged": self._damaged})
+        if (damaged := orders.get("damaged", -1)) != self._damaged:
+            self._damaged = damaged
+            messages.append({"damaged": damaged})
         for worker in self._workers.all if messages else []:
             if worker.alive:
                 for message in messages:

@@ -20,7 +20,7 @@ PAST = "glibc.cpu.x86_non_temporal_threshold=0x400000"
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def surround(
+def worker_settings(
     workers: int, given: Mapping[str, str], cores: Sequence[int]
 ) -> tuple[dict[str, str], list[list[int]], list[tuple[str, str]]]:
     """Returns the variables for all workers, the cores of each (empty: all), and (choice, reason) pairs for the log.

@@ -34,7 +34,7 @@ from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
 from paceline.launch.raw import hold_port, worker_variables
 from paceline.launch.spares import is_one_host
-from paceline.launch.tuning import pin, pin_threads, surround, thread_warnings
+from paceline.launch.tuning import pin, pin_threads, thread_warnings, worker_settings
 
 CHUNK = 1 << 16  # bytes that are read or written at a time
 DRAIN = 100  # pieces that are read at most from an ended worker, because its children may continue to write
@@ -210,7 +210,7 @@ class Workers:
         cores = sorted(os.sched_getaffinity(0))
         count = options.workers or options.spares
         # The (choice, reason) pairs in `tuning` are printed and journaled.
-        self._variables, self._pins, self.tuning = surround(count, given, cores)
+        self._variables, self._pins, self.tuning = worker_settings(count, given, cores)
         self.thread_warnings = thread_warnings(count, given, cores)
 
     @property

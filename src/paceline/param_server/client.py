@@ -297,7 +297,7 @@ class ServerReplica(Replica):
         outer = (team or group).subgroup("data", "context", mesh=mesh)
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = assign_parameters([param.nbytes for param in job.named.values()], count)
-        self.transit, self.send_bucket = None, self.push_bucket  # servers sum the gradients and compute their squares
+        self.reducer, self.send_bucket = None, self.push_bucket  # servers sum the gradients and compute their squares
         self.error_feedback.coded, self.error_feedback.to = codec, "servers"
         self.code = None if codec is None else coded_sum(codec.word).code
         self.key: Key = (0, 0, 0)

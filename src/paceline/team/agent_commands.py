@@ -80,14 +80,14 @@ class AgentCommands:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 try:
-                    self._take(line)
+                    self._obey(line)
                 except FormatError as error:  # messages after it are not read
                     with self._news:
                         self._wrong = error
                         self._news.notify_all()
                     return
 
-    def _take(self, line: bytes) -> None:
+    def _obey(self, line: bytes) -> None:
         """Takes a command. FormatError: the line is none."""
         from paceline.team.message_types import COMMAND, GENERATION  # needs msgspec
 

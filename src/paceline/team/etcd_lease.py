@@ -64,7 +64,7 @@ class Lease:
     def begin(self) -> int:
         """Takes the lease; returns the first epoch of a run. LaunchError: no answer from etcd, or a name in use."""
         try:
-            self._take()
+            self._try_to_acquire()
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", None) or error
             cure = "check that etcd is running and that this host can reach it"
@@ -94,7 +94,7 @@ class Lease:
                 if self.epoch is not None:
                     self._renew()
                 elif self.wanted:
-                    self._take()
+                    self._try_to_acquire()
 
     def _renew(self) -> None:
         asked = time.monotonic()
@@ -104,7 +104,7 @@ class Lease:
         else:
             self.epoch = None
 
-    def _take(self) -> None:
+    def _try_to_acquire(self) -> None:
         """Takes the lease if it is free, else learns who holds it."""
         asked = time.monotonic()
         holder, (before, revision) = self._read("holder"), self._read("epoch") or ("0", "0")

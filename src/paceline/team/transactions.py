@@ -495,7 +495,7 @@ class Transactions:
                 newcomer = self.waiting
                 tx.empty()
                 self.migration.drop()
-                tree = self._take(holder, source)
+                tree = self._receive_state(holder, source)
                 done, applied_in, state = tree
                 if not newcomer and self._is_left_behind(done, applied_in):
                     self._come_back_as_new("missed steps of the team")
@@ -521,7 +521,7 @@ class Transactions:
         for tensor in large.values():
             self._group.send(raw(tensor), taker)
 
-    def _take(self, holder: StateOwner, source: int) -> Any:
+    def _receive_state(self, holder: StateOwner, source: int) -> Any:
         tensors: dict[str, torch.Tensor] = flatten([0, 0, holder.hand_over()], "")[0] if self._followed else {}
         self._group.send_bytes(pack(digests(tensors, tensors)), source)
         skeleton, small, shapes = unpack(self._group.receive_bytes(source))

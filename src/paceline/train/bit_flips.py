@@ -112,8 +112,8 @@ class BitFlips:
             flip_in(bucket)
             usual(bucket)
 
-        if late and isinstance(replica.transit, CheckedReducer):
-            replica.transit.tamper = flip_in
+        if late and isinstance(replica.reducer, CheckedReducer):
+            replica.reducer.tamper = flip_in
         else:
             replica.send_bucket = send
 
@@ -128,8 +128,8 @@ class BitFlips:
         """Waits for a drawn one of the next transfers of these kinds, and flips what goes to another worker. In a step
         that is not verified, it flips a bucket before.
         """
-        replica, transit = self._replica, self._replica.transit
-        if not isinstance(transit, CheckedReducer):
+        replica, reducer = self._replica, self._replica.reducer
+        if not isinstance(reducer, CheckedReducer):
             if WEIGHTS not in kinds:
                 self._arm_bucket(late=False, chance=chance, log=log)
             return
@@ -146,7 +146,7 @@ class BitFlips:
                 flip.name = f"a message with {tensors}"
                 flip(part)
 
-        transit.checks.tamper = tamper
+        reducer.checks.tamper = tamper
 
 
 class _OneFlip:

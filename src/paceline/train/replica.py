@@ -86,7 +86,7 @@ class Replica:
         self._inner = [group.subgroup("expert", mesh=mesh)] if mesh.expert > 1 else []
         inner_steps = [ReduceStep("sum", among, of_shared=True) for among in self._inner]
         reducer = BucketReducer(self.team, [*layout.route, *inner_steps, ReduceStep("sum", outer)], codec)
-        self.transit = reducer if layout.allocate is not None else None  # else gradients stay in place: no buckets
+        self.reducer = reducer if layout.allocate is not None else None  # else gradients stay in place: no buckets
         self.send_bucket: Ready = reducer.send
         self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
 
@@ -126,11 +126,11 @@ class Replica:
         """
         if self.codec is not None:
             self.codec.begin(options.transaction, options.expected)
-        if self.transit is not None:
-            self.transit.begin(f"step {options.step + 1}", on_reduced)
+        if self.reducer is not None:
+            self.reducer.begin(f"step {options.step + 1}", on_reduced)
         sums = compute(self, micro_batches, options, self.send_bucket)
-        if self.transit is not None:
-            self.transit.hand_on()
+        if self.reducer is not None:
+            self.reducer.hand_on()
         return sums
 
     def try_forward(self, micro_batch: MicroBatch, options: StepOptions) -> None:
@@ -146,7 +146,7 @@ class Replica:
     def agree(self, vector: torch.Tensor, sums: StepSums, options: StepOptions) -> torch.Tensor:
         """Sums the step's vector over all workers. Returns it when all gradients of the step are reduced."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
-        if self.team.size > 1 or self.transit is not None:
+        if self.team.size > 1 or self.reducer is not None:
             HEARTBEAT.wait(1)  # also where NCCL waits
             try:
                 self._sum(small, options)
@@ -166,9 +166,9 @@ class Replica:
 
     def _sum(self, small: torch.Tensor, options: StepOptions) -> None:
         """Sums a small tensor over all workers, behind the gradients of the step."""
-        work = self.team.start_sum(small) if self.transit is None else self.transit.start_last(small)
-        if self.transit is not None:
-            self.transit.finish()
+        work = self.team.start_sum(small) if self.reducer is None else self.reducer.start_last(small)
+        if self.reducer is not None:
+            self.reducer.finish()
         if options.fault_point is not None:
             options.fault_point("summed")
         self.team.finish(work)
@@ -193,7 +193,7 @@ class Replica:
     def squares(self, options: StepOptions) -> torch.Tensor:
         """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
         equal_on_all = self.counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
-        known = self.transit.squares() if self.transit is not None and equal_on_all and not self.job.exact else None
+        known = self.reducer.squares() if self.reducer is not None and equal_on_all and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
         else:
@@ -221,8 +221,8 @@ class Replica:
 
     def abort(self, again: bool = False) -> None:
         """Undoes a step before its update. With `again` the same workers repeat it."""
-        if self.transit is not None:
-            self.transit.abandon()
+        if self.reducer is not None:
+            self.reducer.abandon()
         self.runner.restore(void=True)
         self.grad_sink.abandon(again)
         self.layout.rest()

@@ -154,16 +154,16 @@ class StepCheck:
     def protected(self) -> Iterator[None]:
         """Gives each complete bucket to the record before it is sent, and checks the sums."""
         replica = self.context.replica
-        usual = replica.transit, replica.send_bucket
-        if replica.transit is not None:
-            among, layout = (replica.team, replica.transit.route), replica.layout
+        usual = replica.reducer, replica.send_bucket
+        if replica.reducer is not None:
+            among, layout = (replica.team, replica.reducer.route), replica.layout
             self._reducer = CheckedReducer(*among, self._look, self._checks, replica.codec, layout.groups)
-            replica.transit, replica.send_bucket = self._reducer, self._reducer.send
+            replica.reducer, replica.send_bucket = self._reducer, self._reducer.send
         replica.layout.check(self._checks)
         try:
             yield
         finally:
-            replica.transit, replica.send_bucket = usual
+            replica.reducer, replica.send_bucket = usual
             replica.runner.on_loss = None
             replica.layout.check(None)
 

@@ -162,7 +162,7 @@ class Negotiation:
             if message.shuts_down:
                 self.has_shut_down = True
                 self.shut_down_by.append(rank)
-        agreed = [self._take(key) for key in changed if self._is_ready(key)]
+        agreed = [self._agree_on(key) for key in changed if self._is_ready(key)]
         for one in agreed:
             self._remember(one)
         return agreed
@@ -177,7 +177,7 @@ class Negotiation:
         excused = self.joined if key[0] == GLOBAL else ()
         return all(rank in requests or rank in excused for rank in members)
 
-    def _take(self, key: Key) -> AgreedCollective:
+    def _agree_on(self, key: Key) -> AgreedCollective:
         requests = dict(sorted(self._table.pop(key).items()))
         agreed = AgreedCollective(requests)
         request = agreed.request

@@ -26,11 +26,11 @@ def offer_links() -> tuple[list[Any], socket.socket]:
     """
     address, secret = reached_at() or own_address(), secrets.token_hex(16)
     listener = socket.create_server((address, 0))
-    serve_callers(listener, secret.encode, _take, "paceline-links")
+    serve_callers(listener, secret.encode, _measure_arrivals, "paceline-links")
     return [address, listener.getsockname()[1], secret], listener
 
 
-def _take(connection: socket.socket, *_: bytes) -> None:
+def _measure_arrivals(connection: socket.socket, *_: bytes) -> None:
     """Receives bytes of another host and answers with their rate, in bytes a second."""
     came: list[tuple[float, int]] = []
     connection.settimeout(ANSWER)

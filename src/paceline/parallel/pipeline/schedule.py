@@ -125,9 +125,9 @@ class _SplitTable:
         self._next = {FORWARD: [0] * self._stages, INPUTS: [0] * self._stages}
         self._weights = [deque[Action]() for _ in range(workers)]
         while len(self._ends) < 3 * self._stages * micro_batches:
-            self._take()
+            self._append_next_action()
 
-    def _take(self) -> None:
+    def _append_next_action(self) -> None:
         """Adds the action that can begin first."""
         best = min((*option, worker) for worker in range(len(self.rows)) for option in self._options(worker))
         begin, _, _, action, worker = best
