@@ -78,7 +78,7 @@ REPORTS: list[dict[str, Any]] = [
     for workers in (
         {"0": WORKER, "1": WORKER},
         {"0": {**WORKER, "servers": 1}, "1": FAILED, str(SERVERS): SERVER},
-        {"0": STOPPED, "1": {**WORKER, "leaves": True, "alone": 0}, "2": NEWCOMER},
+        {"0": STOPPED, "1": {**WORKER, "leaves": True, "alone": 0}, "2": {**NEWCOMER, "checked": [3, "", 0.5]}},
     )
 ]
 JOIN = {
@@ -212,6 +212,7 @@ ORDERED: dict[str, Any] = {
     "servers": {"0": ["127.0.0.1", 29501, "salt"]},
     "lines": [[6, "worker 1 is lost", True]],
     "stacks": 1,
+    "damaged": 12,
     "profile": {"asked": 1, "steps": 3, "workers": [0]},
 }
 STANDING = {name: STAND[name] for name in ("host", "state", "place", "at", "since", "group", "number", "newest")}
@@ -292,6 +293,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "servers", "count": 2, "copies": 1},
     {"event": "formed", "number": 1, "seconds": 0.5},
     {"event": "alone", "number": 1},
+    {"event": "checked", "step": 12, "damage": "model-1.safetensors: SHA-256 differs", "seconds": 0.5},
     {"event": "round", "told": {**ROUND, "void": False}},
     {"event": "failed", "step": 3, "kind": "ValueError", "text": "no", "what": "ValueError: no", "at": "a.py:3"},
     {"event": "phase", "trainer": 0, "done": [0], "steps": 100, "epochs": 3, "model": "Net", "text": "a grid"},
