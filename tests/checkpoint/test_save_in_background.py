@@ -345,7 +345,8 @@ def test_run_dir_refuses_a_url(tmp_path: Path) -> None:
 def test_save_interval(cost: float | None, losses: int, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    team: Any = SimpleNamespace()
+    commands = SimpleNamespace(damaged=-1)
+    team: Any = SimpleNamespace(transactions=SimpleNamespace(commands=commands))
     reporter: Any = None
     saving = CheckpointManager(team, reporter, None, "auto", 2)
     saving._cost, saving.losses = cost, losses
@@ -354,6 +355,10 @@ def test_save_interval(cost: float | None, losses: int, wanted: float, monkeypat
     assert saving.wants(5)
     saving._saved_at = now - wanted * 0.5
     assert not saving.wants(5)
+    saving.begun, commands.damaged = 4, 3
+    assert not saving.wants(5), "there is a newer one than the damaged one"
+    commands.damaged = 4
+    assert saving.wants(5)
 
 
 def test_an_error_of_the_writer_thread_is_kept(tmp_path: Path) -> None:

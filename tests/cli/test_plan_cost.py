@@ -18,7 +18,7 @@ from torch import nn
 from warm import environment
 
 from paceline.base.memory import advice
-from paceline.compute.state_dict import kept_for_each
+from paceline.compute.state_dict import optimizer_state_ratio
 from paceline.launch.options import LaunchOptions
 from paceline.launch.plan import probe
 from paceline.parallel.cost_model import Facts
@@ -226,7 +226,7 @@ def test_what_optimizers_keep(make, each: float) -> None:
     params = [nn.Parameter(torch.zeros(30)), nn.Parameter(torch.zeros(10))]
     optimizers = make(params)
     before = torch.get_rng_state()
-    assert kept_for_each(optimizers) == each
+    assert optimizer_state_ratio(optimizers) == each
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -77,7 +77,7 @@ PLANS = {
     "async": Plan("micro=2 server=2 copies=1 staleness=2 window=3", workers=3, **OUT_OF_STEP),
     "backup": Plan("micro=2 server=2 copies=1 backup=1 window=3", workers=3, **OUT_OF_STEP),
 }
-FAST = ("exact", "servers")  # the tests of the other plans have a fast fault each
+FAST = ("exact", "zero=3", "servers")  # the tests of the other plans have a fast fault each
 
 
 class Cell(NamedTuple):

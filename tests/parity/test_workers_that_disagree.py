@@ -136,7 +136,6 @@ def test_digest_of_tensors_depends_on_bits_and_positions() -> None:
         signs = tensor.clone() if tensor.dtype == torch.bool else tensor.clone().neg_()
         found = {digest([one]) for one in (tensor, swapped, other, signs)}
         assert len(found) == (3 if tensor.dtype == torch.bool else 4), tensor.dtype
-        assert digest([tensor[:9], tensor[9:]]) == digest([tensor])
 
 
 ALONE = """

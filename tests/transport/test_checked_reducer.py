@@ -104,14 +104,12 @@ checked.confirm()
 assert everyones(checks.faults) == {("memory", 2, "c")}, checks.faults
 checks.begin()
 
-plain = type(outer).gather
-def gather(self, tensor):  # what worker 2 has added up changes on its way
-    if rank == 2 and self is group and len(tensor) == len(small.tensor_split(size)[2]):
-        flip(tensor)
-    return plain(self, tensor)
-type(outer).gather = gather
+def tamper_sum(kind, tensors, part):  # what worker 2 has added up changes on its way
+    if (kind, tensors, rank) == ("sum", FIGURES, 2):
+        flip(part)
+checks.tamper = tamper_sum
 summed(checked, 10)
-type(outer).gather = plain
+checks.tamper = None
 assert everyones(checks.faults) == {("sum", 2, FIGURES)}, checks.faults
 print("checked")
 """
@@ -190,7 +188,7 @@ for word in WORDS:
         checked.confirm()
         assert checks.faults == [], (word, checks.faults)
         assert all(map(torch.equal, expected, sums)), (word, done)
-    plain, kept = usual.kept.at(3), coded.kept.at(3)
+    plain, kept = usual.feedback.at(3), coded.feedback.at(3)
     assert plain.residual.keys() == kept.residual.keys() and plain.squares == kept.squares, word
     assert all(torch.equal(left, kept.residual[index]) for index, left in plain.residual.items()), word
     assert bool(kept.residual) == (coded.lossy and rank in (0, 2)), word

@@ -237,9 +237,9 @@ def test_nonfinite_gradients_stay_nonfinite_and_are_named(word: str, bad: float)
             if done and rank == 1:
                 bucket.flat[205] = bad
             codec.begin(done, 1.0)
-            before = {index: left.clone() for index, left in codec.kept.value.residual.items()}
+            before = {index: left.clone() for index, left in codec.feedback.value.residual.items()}
             codec.start(bucket, leaders)  # type: ignore[arg-type]
-        kept = codec.kept.at(1).residual
+        kept = codec.feedback.at(1).residual
         same = kept.keys() == before.keys() and all(kept[index].equal(before[index]) for index in kept)
         return bool(bucket.flat.isfinite().all()), set(codec.bad), same
 
@@ -278,11 +278,11 @@ def test_sent_gradients_and_error_feedback_residual_add_up(
                 codec.start(bucket, leaders)  # type: ignore[arg-type]
             given += mine.astype(np.float64) * (count / (again + 1))
             sent += bucket.flat.numpy().astype(np.float64) * (count / (again + 1))
-        kept = codec.kept.at(len(steps))
+        kept = codec.feedback.at(len(steps))
         alone = bucket_of(shapes, np.zeros(size, dtype))
         codec.begin(len(steps), 2.0)
         codec.start(alone, Leaders(Table(1), 0))  # type: ignore[arg-type]
-        assert codec.kept.at(len(steps) + 1).residual == {}
+        assert codec.feedback.at(len(steps) + 1).residual == {}
         return given, sent, kept.residual[0].numpy().astype(np.float64), kept.squares, alone.flat.numpy() * 2.0
 
     found = in_threads(hosts, work)
@@ -314,7 +314,7 @@ def test_residual_survives_a_change_of_codec(seed: int, words: list[str]) -> Non
             codec.begin(done, 3.0)
             codec.start(bucket, leaders)  # type: ignore[arg-type]
             given, sent = given + mine, sent + bucket.flat.numpy()
-        assert codec.kept.at(len(words) + 1).residual == {}
+        assert codec.feedback.at(len(words) + 1).residual == {}
         return given, sent
 
     (mine, sent), (other, same) = in_threads(hosts, work)

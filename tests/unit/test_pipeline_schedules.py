@@ -112,16 +112,16 @@ def test_pipeline_bubble_is_that_of_the_papers(workers: int, virtual: int, times
 def test_pipeline_without_work_has_no_bubble() -> None:
     for kind in KINDS:
         simulated = run(kind, 3, 2, 0)  # also where there is nothing to split
-        assert (simulated.end, simulated.bubble, simulated.kept) == (0.0, 0.0, [0, 0, 0])
+        assert (simulated.end, simulated.bubble, simulated.in_flight) == (0.0, 0.0, [0, 0, 0])
         assert drawn(simulated) == ["", "", ""]
 
 
 @examples(TABLES, fast=40)
 def test_pipeline_schedule_keeps_its_promised_activations(what: tuple[str, int, int, int]) -> None:
     _, workers, virtual, micro_batches = what
-    few = run("1f1b", workers, 1, micro_batches).kept
+    few = run("1f1b", workers, 1, micro_batches).in_flight
     assert few == [min(workers - worker, micro_batches) for worker in range(workers)]
-    assert run("gpipe", workers, virtual, micro_batches).kept == [virtual * micro_batches] * workers
+    assert run("gpipe", workers, virtual, micro_batches).in_flight == [virtual * micro_batches] * workers
 
 
 @examples(st.integers(2, 8), st.integers(2, 4), st.integers(0, 4), fast=40)
@@ -131,7 +131,7 @@ def test_interleaved_pipeline_keeps_the_activations_of_the_paper(workers: int, v
     """
     ahead = [(virtual - 1) * workers + 2 * (workers - worker - 1) for worker in range(workers)]
     most = virtual * times * workers
-    assert run("1f1b", workers, virtual, times * workers).kept == [min(number + 1, most) for number in ahead]
+    assert run("1f1b", workers, virtual, times * workers).in_flight == [min(number + 1, most) for number in ahead]
 
 
 @examples(TABLES.filter(lambda what: what[0] in SPLIT), fast=40)
@@ -139,7 +139,7 @@ def test_split_pipeline_waits_no_longer_and_keeps_no_more_than_1f1b(what: tuple[
     _, workers, virtual, micro_batches = what
     split, usual = run(*what), run("1f1b", workers, 1, micro_batches)
     assert split.bubble <= usual.bubble + 1e-9
-    assert max(split.kept) <= virtual * max(usual.kept)  # activations of a V-th of the layers each
+    assert max(split.in_flight) <= virtual * max(usual.in_flight)  # activations of a V-th of the layers each
 
 
 def test_split_pipeline_has_the_bubble_of_the_papers() -> None:

@@ -454,5 +454,7 @@ def test_killed_and_resumed_run_trains_on_token_files_as_plain_pytorch(plain_tra
     train(folder, 3, "again", code=-signal.SIGKILL, KILL_AT="15")  # in the second epoch
     assert (folder / "killed").exists(), "the fault did not fire"
     assert not (folder / "again.safetensors").exists()
-    assert re.search(r"resuming from step (12|8) of ", train(folder, 2, "again").stderr)
+    resumed = re.search(r"resuming from step (\d+) of ", train(folder, 2, "again").stderr)
+    assert resumed is not None
+    assert 4 <= int(resumed[1]) < 15, "the first checkpoint is due after step 4"
     assert apart(load_file(folder / "again.safetensors"), weights) <= 1e-12

@@ -194,7 +194,7 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
 def _plan(workers: int | None, **options: Any) -> str:
     from paceline.launch.plan import Question, local_workers, parse_allowed, plan
 
-    memory, kept, allowed = (options.pop(name) for name in ("memory", "kept", "allowed"))
+    memory, fixed_words, allowed = (options.pop(name) for name in ("memory", "fixed_words", "allowed"))
     shows = {name: options.pop(name) for name in ("form", "svg", "explained")}
     hosts, given = options.pop("hosts"), {name: options.pop(name) for name in INSIDE}
     if hosts is not None:
@@ -207,13 +207,13 @@ def _plan(workers: int | None, **options: Any) -> str:
         options.pop("tries"),
         options.pop("steps"),
         None if memory is None else parse_size(memory),
-        Plan.parse(kept),
+        Plan.parse(fixed_words),
         parse_allowed(allowed),
         machines=options.pop("machines"),
     )
     if hosts is not None:
         question = replace(question, rehearse=where.run, hosts=where.counts)
-    return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, **shows)
+    return plan(_launched(workers=workers or local_workers(), plan=fixed_words or None, **options), question, **shows)
 
 
 def _tokenize(**options: Any) -> int | str:
@@ -744,7 +744,12 @@ def _planning(add: Callable[..., Any]) -> None:
         help="predict for other machines, by a description or a name, as h100; nothing is tried",
     )
     option(
-        "--keep", dest="kept", default="", allow_empty=True, metavar="WORDS", help="plan words that stay as they are"
+        "--keep",
+        dest="fixed_words",
+        default="",
+        allow_empty=True,
+        metavar="WORDS",
+        help="plan words that stay as they are",
     )
     option(
         "--allow",

@@ -238,7 +238,7 @@ class Codec:
         self.lossy = word == "auto:lossy" or coded_sum(word).lossy
         self.words: dict[str, str] = {}
         self.names: Sequence[str] = ()
-        self.kept = Versions(Feedback())
+        self.feedback = Versions(Feedback())
         self.sent = self.full = self.spent = 0.0
         self.bad: set[int] = set()
         self._was, self._next, self._scale = Feedback(), Feedback(), 1.0
@@ -257,8 +257,8 @@ class Codec:
 
     def begin(self, done: int, expected: float) -> None:
         """Begins a step after `done` transactions, whose gradients are sums over `expected`."""
-        self._was, self._next, self._scale = self.kept.at(done), Feedback(), expected
-        self.kept.pend(done, self._next)
+        self._was, self._next, self._scale = self.feedback.at(done), Feedback(), expected
+        self.feedback.pend(done, self._next)
         self.bad.clear()
         self.spent = 0.0
 

@@ -81,7 +81,7 @@ class ErrorFeedback:
 
     def _left(self, done: int) -> dict[str, torch.Tensor]:
         """This worker's residual after `done` transactions, by parameter name."""
-        left, names = {} if self.codec is None else self.codec.kept.at(done).residual, list(self.cuts)
+        left, names = {} if self.codec is None else self.codec.feedback.at(done).residual, list(self.cuts)
         buckets = [bucket for bucket in self.grad_buffers.buckets if bucket.index in left]
         return {names[number]: part for one in buckets for number, part in one.split(left[one.index])}
 
@@ -111,7 +111,7 @@ class ErrorFeedback:
         if self.codec is None:
             return [False, False, []]
         self.outer.declare("the state of codecs", check=False)
-        kept = self.codec.kept.at(done)
+        kept = self.codec.feedback.at(done)
         return [bool(kept.residual), self.outer.is_host_leader, [*kept.squares.items()]]
 
     def formed(self, reports: Sequence[Sequence[Any]], resumed: bool) -> Iterator[str]:
@@ -143,7 +143,7 @@ class ErrorFeedback:
     def _restore(self, named: Mapping[str, torch.Tensor]) -> None:
         """Writes residuals, by parameter name, into the codec's buckets."""
         assert self.codec is not None
-        names, left = list(self.cuts), self.codec.kept.value.residual
+        names, left = list(self.cuts), self.codec.feedback.value.residual
         for bucket in self.grad_buffers.buckets:
             flat = left[bucket.index] = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
             for number, part in bucket.split(flat):
@@ -185,14 +185,14 @@ class ErrorFeedback:
             with attempt:
                 pooled, names = self.shared(), list(self.cuts)
                 if self.codec is not None:
-                    was = self.codec.kept.at(team.done)
+                    was = self.codec.feedback.at(team.done)
                     self.outer.declare("the residuals of codecs", kind="gradients")
                     for bucket in (one for one in self.grad_buffers.buckets if one.local_shard.is_floating_point()):
                         flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
                         self.outer.sum(flat.add_(was.residual.get(bucket.index, 0.0)))
                         for number, part in bucket.split(flat):
                             pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
-                    self.codec.kept.pend(team.done, Feedback(basis=was.basis))
+                    self.codec.feedback.pend(team.done, Feedback(basis=was.basis))
                 attempt.commit(None, partial(self._owe, pooled))
 
     def _owe(self, pooled: dict[str, torch.Tensor], _: None) -> None:

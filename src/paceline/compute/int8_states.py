@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.optim import Adam, AdamW, Optimizer
 
 from paceline.compute.job import TrainingJob
-from paceline.compute.state_dict import kept_for_each
+from paceline.compute.state_dict import optimizer_state_ratio
 from paceline.errors import UsageError
 
 BLOCK = 256  # elements of a block at most
@@ -177,7 +177,7 @@ def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
 def state_per_byte(job: TrainingJob) -> float:
     """Returns the bytes of optimizer state for each byte that the optimizers of a job hold."""
     if not job.optimizer_states:
-        return kept_for_each(job.optimizers)
+        return optimizer_state_ratio(job.optimizers)
     kept = total = 0
     for name, param in job.named.items():
         held = param.numel() * param.element_size() * (2 if job.bf16_weights else 1)

@@ -121,7 +121,7 @@ class TrainingJob:
         self.script_forward = self.forward  # as the script gave it; `forward` may be wrapped
 
     @property
-    def kept_cuts(self) -> Mapping[str, ShardingSpec]:
+    def optimizer_cuts(self) -> Mapping[str, ShardingSpec]:
         """The sharding of the optimizers' state by parameter; empty if optimizers hold full copies."""
         return {} if self.whole_copies else {**self.local_cuts, **self.owned_cuts}
 

@@ -149,7 +149,7 @@ class OptimizerUpdate:
             if self._looks and not self._int8_states:  # which have scales beside codes
                 self._looks = False
                 for optimizer in self.job.optimizers:
-                    refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
+                    refuse_odd_state(optimizer, self.names, self.job.optimizer_cuts)
         if self.grad_buffers.exact is not None:
             self.grad_buffers.exact.keep()
         self.follow_schedule(agreed)
@@ -170,7 +170,7 @@ class OptimizerUpdate:
 
     def state(self) -> dict[str, Any]:
         """State of optimizers and schedulers for a checkpoint, by parameter name; shards are marked as such."""
-        cuts, shard_index, exact = self.job.kept_cuts, self.job.shard_index, self.grad_buffers.exact
+        cuts, shard_index, exact = self.job.optimizer_cuts, self.job.shard_index, self.grad_buffers.exact
         with ExitStack() as stack:
             for states, one in zip(self._int8_states, self.job.optimizers, strict=False):
                 stack.enter_context(states.in_float32(one))
@@ -202,7 +202,7 @@ class OptimizerUpdate:
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.shard_index)
+            load_optimizer(optimizer, saved, self.names, self.job.optimizer_cuts, self.job.shard_index)
         for states, one in zip(self._int8_states, self.job.optimizers, strict=False):
             states.quantize(one)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):

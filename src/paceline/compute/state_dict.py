@@ -112,7 +112,7 @@ def held(values: Iterable[Any]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
+def optimizer_state_ratio(optimizers: Sequence[Optimizer]) -> float:
     """Bytes of optimizer state for each byte of parameters, measured on a small parameter.
 
     An optimizer that cannot be made for a small parameter counts as Adam, with 2 bytes.

@@ -48,7 +48,7 @@ def launch_with_chosen_plan(options: LaunchOptions) -> int:
     if options.join is not None:
         return launch(replace(options, plan=None, patience=max(options.patience, PATIENCE)))
     with WarmProcessHolder() as warm:  # the run's workers are forked from the process from which those of trials were
-        return launch(with_chosen_plan(replace(with_size(options), kept=warm)))
+        return launch(with_chosen_plan(replace(with_size(options), warm_holder=warm)))
 
 
 def with_chosen_plan(options: LaunchOptions) -> LaunchOptions:
@@ -61,16 +61,16 @@ def with_chosen_plan(options: LaunchOptions) -> LaunchOptions:
     asked, workers = Plan.parse(options.plan or ""), options.size or options.workers
     if not asked.auto:
         return options
-    kept = replace(asked, auto=False)
+    fixed_words = replace(asked, auto=False)
     if workers == 1:
-        return replace(options, plan=str(kept) or None)
+        return replace(options, plan=str(fixed_words) or None)
     trials = None
     if workers > options.workers:
         options = replace(options, run_dir=str(run_folder(options)))
         trials = _Trials(options)
     chosen = _earlier(options, workers)
     if chosen is None:
-        chosen = _choose(options, kept, workers, trials)
+        chosen = _choose(options, fixed_words, workers, trials)
     say(f"auto: {chosen.what}: {chosen.why}")
     options = replace(options, plan=chosen.plan, chosen=chosen)
     if trials is None:
@@ -153,7 +153,7 @@ def _earlier(options: LaunchOptions, workers: int) -> ChosenPlan | None:
     return None
 
 
-def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | None) -> ChosenPlan:
+def _choose(options: LaunchOptions, fixed_words: Plan, workers: int, trials: _Trials | None) -> ChosenPlan:
     """Tries plans for `workers` workers. A plan whose replicas span hosts is not chosen if their checkpoints would have
     no folder, unless the words say so.
     """
@@ -161,19 +161,19 @@ def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | 
         done = newest_checkpoint(Path(options.run_dir)) if options.run_dir else None
         question = Question(
             steps=STEPS,
-            kept=kept,
+            fixed_words=fixed_words,
             seconds=SECONDS,
             limit=LIMIT,
             alone=False,
             part=PART,
             most=options.max_steps or math.inf,
             done=done or 0,
-            spans=options.checkpoints is not None or bool(layout_of(kept)),
+            spans=options.checkpoints is not None or bool(layout_of(fixed_words)),
         )
         if trials is not None:
             hosts = trials.hosts(workers)
             question = replace(question, hosts=hosts, rehearse=trials.run, waited=lambda: trials.waited)
-        given = replace(options, plan=str(kept) or None, spares=0, workers=workers)
+        given = replace(options, plan=str(fixed_words) or None, spares=0, workers=workers)
         answer = Planning(given, question, Path(folder)).answer()
     best = answer.best
     if best is None:
@@ -181,7 +181,7 @@ def _choose(options: LaunchOptions, kept: Plan, workers: int, trials: _Trials | 
             f"no plan fits into the memory of {plural(workers, 'worker')} of {in_one_line(options.script)}",
             "use more workers, on other hosts",
         )
-    words, outlook = words_of(best.plan), Outlook.of(answer, kept)
+    words, outlook = words_of(best.plan), Outlook.of(answer, fixed_words)
     return ChosenPlan(words, options.plan or "", workers, f"the plan is {words!r}", _reason(answer), outlook)
 
 

@@ -48,8 +48,8 @@ def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: st
     schedule = parse_faults(faults) if faults else draw(workers, steps, losses, seed)
     if outside := [str(fault) for fault in schedule if fault.worker >= workers]:
         raise UsageError(f"{', '.join(outside)}: the workers are 0 to {workers - 1}", "name one of them")
-    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, WarmProcessHolder() as kept:
-        options = replace(options, max_restarts=2 * len(schedule), kept=kept)
+    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, WarmProcessHolder() as warm_holder:
+        options = replace(options, max_restarts=2 * len(schedule), warm_holder=warm_holder)
         say(f"{plural(steps, 'step')} without faults ...")
         calm = Case.run(Path(folder, "calm"), options, steps)
         say(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...")

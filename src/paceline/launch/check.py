@@ -33,9 +33,9 @@ def check(options: LaunchOptions, steps: int) -> int:
     if (plan := Plan.parse(options.plan or "")).in_windows:
         what = f"with {plan.several} the result depends on the speed of the workers, unlike with one worker"
         raise UsageError(what, f"check the script without {plan.several.partition('=')[0]}")
-    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, WarmProcessHolder() as kept:
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, WarmProcessHolder() as warm_holder:
         # In so few steps a lost worker must be visible; but servers need workers that may be started again.
-        several = replace(options, max_restarts=int("server=" in (options.plan or "")), kept=kept)
+        several = replace(options, max_restarts=int("server=" in (options.plan or "")), warm_holder=warm_holder)
         alone = replace(several, workers=1, plan=None)
         cases = (
             ("one worker", alone, False),

@@ -82,7 +82,7 @@ def _end(process: Child, agent: socket.socket) -> None:
 class ForkServer:
     """Keeps one warm process alive, which forks workers. `words`: the end of its command line. `environment`: the
     environment of the workers. `changed` is called when the process can fork, or when it is known why it never will;
-    `say` prints a line. `kept`: provides the process of an earlier run, and receives the process at the end.
+    `say` prints a line. `warm_holder`: provides the process of an earlier run, and receives the process at the end.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class ForkServer:
         selector: BaseSelector,
         changed: Callable[[], None],
         say: Callable[[str], None],
-        kept: WarmProcessHolder | None = None,
+        warm_holder: WarmProcessHolder | None = None,
     ) -> None:
-        self._words, self._given, self._selector, self._kept = list(words), environment, selector, kept
+        self._words, self._given, self._selector, self._warm_holder = list(words), environment, selector, warm_holder
         self.environment = fixed(environment)  # the variables that matter at the start of a process
         self._changed, self._say = changed, say
         self.ready = False
@@ -105,7 +105,7 @@ class ForkServer:
         self._process: Child | None = None
         self._output: FileIO | None = None  # its output, if we started it
         adopt_orphans()
-        left = kept.take(self.environment) if kept is not None else None
+        left = warm_holder.take(self.environment) if warm_holder is not None else None
         inherited = inherited_warm()
         if left is not None:
             self._adopt(*left, ready=True)
@@ -176,8 +176,8 @@ class ForkServer:
             return
         self._selector.unregister(self._process.pidfd)
         self._forget(self._socket)
-        if self._kept is not None and self.ready and self._process.status is None:
-            self._kept.leave(self._process, self._socket, self.environment)
+        if self._warm_holder is not None and self.ready and self._process.status is None:
+            self._warm_holder.leave(self._process, self._socket, self.environment)
         else:
             _end(self._process, self._socket)
         self._process = None

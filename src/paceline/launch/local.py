@@ -105,10 +105,10 @@ def launch(options: LaunchOptions) -> int:
 
 def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:
     """Runs a new or resumed run of this command, and restarts it after a loss that it cannot survive."""
-    with mirror(options.mirror) as variables, WarmProcessHolder() as kept:
+    with mirror(options.mirror) as variables, WarmProcessHolder() as warm_holder:
         environment = {**options.environment, **variables}
-        kept = options.kept or kept
-        options = replace(options, run_dir=str(run_folder(options)), environment=environment, kept=kept)
+        warm_holder = options.warm_holder or warm_holder
+        options = replace(options, run_dir=str(run_folder(options)), environment=environment, warm_holder=warm_holder)
         options = with_deadline(options)
         source = "the state in memory" if variables else "the last checkpoint"
         source = "the script's own checkpoints, if it loads any" if options.raw else source
@@ -251,8 +251,8 @@ def _join_until_end(options: LaunchOptions, notifier: Notifier) -> int:
     """Joins a run that another command has started, and joins it again each time that its plan has changed. Returns the
     exit code.
     """
-    with WarmProcessHolder() as kept:
-        options = replace(options, kept=options.kept or kept)
+    with WarmProcessHolder() as warm_holder:
+        options = replace(options, warm_holder=options.warm_holder or warm_holder)
         while True:
             try:
                 code, again = _join(options, notifier)

@@ -51,7 +51,8 @@ class LaunchOptions:
     - `script`, `arguments`: the training script and its arguments; `module`: its name, if it runs with ``python -m``.
     - `against`: the folder of a run to compare the speed with. `debug`: the rank that gets the terminal, for pdb.
     - `quiet`: print only how the run ended, and only if it did not finish; `verbose`: print the full report at the end.
-    - `cold_start`: each worker imports torch itself; `kept`: passes the warm process to the next run of this command.
+    - `cold_start`: each worker imports torch itself; `warm_holder`: passes the warm process to the next run of
+      this command.
     - `checkpoints`: a folder or URL for checkpoints outside of the run folder; `keep`: how many of the newest remain;
       `mirror`: steps between two copies in memory of the state of a lone replica.
     - `tensorboard`: whether TensorBoard files are written; `log_to`: names of loggers; `progress`: plain, rich or none;
@@ -106,7 +107,7 @@ class LaunchOptions:
     debug: int | None = None
     quiet: bool = False
     verbose: bool = False
-    kept: WarmProcessHolder | None = None
+    warm_holder: WarmProcessHolder | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     cold_start: bool = False
     max_restarts: int = 10

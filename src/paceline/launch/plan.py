@@ -59,7 +59,7 @@ class Question:
     tries: int = 3  # plans to try
     steps: int = 8  # steps to measure in each trial
     memory: float | None = None  # bytes that a worker may take
-    kept: Plan = field(default_factory=Plan)  # words that stay as they are
+    fixed_words: Plan = field(default_factory=Plan)  # words that stay as they are
     allowed: frozenset[str] = frozenset()  # changes of the result, see `candidates`
     seconds: float = 15.0  # of steps, after which a trial ends with fewer of them
     machines: str | None = None  # a description of other machines than these, see `MachineDescription.read`
@@ -102,7 +102,7 @@ class Planning:
         plans, refused = self._candidates(predictor.model, script)
         refused |= {text: reason for text, (reason, _) in probed.refused.items()}
         prospects = {str(plan): predictor.predict(plan, workers) for plan in plans if str(plan) not in refused}
-        if workers > 1 and question.alone and not layout_of(question.kept):
+        if workers > 1 and question.alone and not layout_of(question.fixed_words):
             prospects[ALONE] = predictor.predict(without_layout(script).validate(1), 1)
         if base is not None:
             if base.plan in prospects:
@@ -119,7 +119,7 @@ class Planning:
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
         question = self._question
-        choice = question.kept, question.allowed, model.merges, self._within
+        choice = question.fixed_words, question.allowed, model.merges, self._within
         return candidates(self._options.workers, model, script, *choice)
 
     def _first_trial(self, predictor: Predictor, script: Plan, refused: Mapping[str, object]) -> TrialResult | None:
@@ -175,7 +175,7 @@ class Planning:
         asked = ProbeRequest(
             self._options.workers,
             (),
-            str(question.kept),
+            str(question.fixed_words),
             tuple(sorted(question.allowed)),
             question.memory or 0.0,
             self._within,
@@ -232,7 +232,7 @@ class Planning:
             plan=text,
             shares=given.shares,
             cold_start=given.cold_start,
-            kept=given.kept,
+            warm_holder=given.warm_holder,
             environment=given.environment,
             config=given.config,
             # Parameter servers, and workers on other hosts, need a team that may change.
@@ -288,10 +288,10 @@ def plan(
     Also draws the plans to the file `svg`, and explains the plan `explained`. `launcher` are the words that start a run
     on other hosts.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, WarmProcessHolder() as kept:
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, WarmProcessHolder() as warm_holder:
         if explained is not None:
             Plan.parse(explained).validate(options.workers)
-        answer = Planning(replace(options, kept=kept), question, Path(folder)).answer()
+        answer = Planning(replace(options, warm_holder=warm_holder), question, Path(folder)).answer()
     if svg is not None:
         save(answer, svg)
     if form == "describe":

@@ -228,7 +228,12 @@ class Workers:
         self._begin = begin
         if not (self._options.cold_start or starts_cold() or self._options.debug is not None):
             self._warm = ForkServer(
-                self._options.program, self._environment(), self.selector, self._prepared, self._say, self._options.kept
+                self._options.program,
+                self._environment(),
+                self.selector,
+                self._prepared,
+                self._say,
+                self._options.warm_holder,
             )
         if self._warm is None or self._warm.ready or self._warm.trouble:
             self._prepared()

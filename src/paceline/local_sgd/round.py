@@ -272,7 +272,7 @@ class LocalSgd:
                 break
             load_batch(context, one := Step(context.done + ahead, 0.0), portion)
             step.spent["data"] += time.perf_counter() - began
-            step.batch = replace(portion, micro_batches=[])
+            step.batch = replace(portion, micro_batches=portion.share[:1])  # one, to count operations by its shapes
             step.steps, last = step.steps + 1, portion.last
             self._sizes.append(portion.rows)
             for island in due:

@@ -15,7 +15,7 @@ from paceline.parallel.pipeline.schedule import (
     SPLIT,
     Simulated,
     drawn,
-    kept,
+    most_in_flight,
     simulate,
     stages_of,
     table,
@@ -193,7 +193,7 @@ class PlanExplanation:
             f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the slowest island"
         )
         values["delay"] = plural(self.plan.delay or 0, "step")
-        values["kept"] = _micro_batches(max(map(kept, table(*self.kind, self.each))))
+        values["kept"] = _micro_batches(max(map(most_in_flight, table(*self.kind, self.each))))
         for row, value, word in self.plan.stated_words():
             meanings = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
             if row.name == "data" and self.plan.local:

@@ -11,7 +11,7 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import held
 from paceline.parallel import data_parallel, zero1
 from paceline.parallel.cost_model import Cost, Facts, IslandFacts
-from paceline.parallel.pipeline.schedule import kept, table
+from paceline.parallel.pipeline.schedule import most_in_flight, table
 from paceline.plan import CODED_BYTES, Plan
 
 
@@ -63,7 +63,7 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1, mirror: int 
         # This host's files and those of the host before it; the last copy stays until the next one is complete.
         estimate = replace(estimate, copies=4 * part, sent={**estimate.sent, "copies": part // mirror})
     rows = table(plan.stage_order, mesh.pipeline, plan.virtual or 1, forwards)
-    return replace(estimate, in_flight=max(map(kept, rows)))
+    return replace(estimate, in_flight=max(map(most_in_flight, rows)))
 
 
 def share_of_sums(plan: Plan, job: TrainingJob, workers: int) -> float:

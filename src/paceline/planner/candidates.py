@@ -29,7 +29,7 @@ def candidates(
     workers: int,
     model: ModelDescription,
     script: Plan,
-    kept: Plan,
+    fixed_words: Plan,
     allowed: frozenset[str],
     free_micro: bool,
     hosts: Sequence[int] = (),
@@ -38,11 +38,11 @@ def candidates(
     there are several and no replica may span them.
 
     All give the same result as one worker with the `script`'s plan, but for what is `allowed`: "lossy" codecs, "local"
-    SGD and stale updates, another "precision". Words of the plan `kept` stay as they are. With `free_micro` the size of
+    SGD and stale updates, another "precision". The `fixed_words` stay as they are. With `free_micro` the size of
     micro-batches does not change the result, so it may be chosen.
     """
-    base = _with(without_layout(script), {row.name: value for row, value, _ in kept.stated_words()})
-    stated = {row.name for row, _, _ in kept.stated_words()}
+    base = _with(without_layout(script), {row.name: value for row, value, _ in fixed_words.stated_words()})
+    stated = {row.name for row, _, _ in fixed_words.stated_words()}
     plans: dict[str, Plan] = {}
     refused: dict[str, str] = {}
     for layout in _layouts(workers, model, stated, allowed):

@@ -212,7 +212,7 @@ class ProbeRequest(Description, frozen=True):
 
     workers: Count  # of the plans
     plans: tuple[str, ...] = ()  # if none is given: all candidates
-    kept: str = ""  # words that all candidates have
+    fixed_words: str = ""  # words that all candidates have
     allowed: tuple[str, ...] = ()  # changes of the result
     memory: Amount = 0.0  # bytes that a worker may take; 0: what is free
     hosts: tuple[Count, ...] = ()  # the workers of each host, if no replica may span them

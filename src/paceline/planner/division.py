@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.parallel.cost_model import Facts
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import StagePartition, divide
-from paceline.parallel.pipeline.schedule import kept, stages_of, table, worker_of
+from paceline.parallel.pipeline.schedule import most_in_flight, stages_of, table, worker_of
 from paceline.parallel.pipeline.stage import HEAD, shared_bytes
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.plan import Plan
@@ -106,7 +106,7 @@ class Division:
                 sent.update(self._handed_on(share, position, messages))
                 sent.update(self._of_shared(job, share, position, messages))
             sizes = figures.parameters, figures.gradients, figures.optimizer
-            result.append(WorkerBytes(*sizes, {k: n for k, n in sent.items() if n}, kept(schedule[position])))
+            result.append(WorkerBytes(*sizes, {k: n for k, n in sent.items() if n}, most_in_flight(schedule[position])))
         return tuple(result)
 
     def stages(self, plan: Plan, mesh: Mesh) -> StagePartition:

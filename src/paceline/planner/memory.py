@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.base.mesh import AXES
-from paceline.parallel.pipeline.schedule import kept, table
+from paceline.parallel.pipeline.schedule import most_in_flight, table
 from paceline.plan import Plan
 from paceline.planner.compute_time import ComputeTime
 from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription, WorkerBytes
@@ -88,7 +88,7 @@ def _in_flight(workload: Workload, worker: int) -> float:
     if size == 1:
         return 1.0
     rows = table(workload.plan.stage_order, size, workload.virtual, min(workload.forwards, MOST * size))
-    in_flight = kept(rows[worker]) / workload.virtual
+    in_flight = most_in_flight(rows[worker]) / workload.virtual
     return max(in_flight, workload.forwards) if workload.plan.stage_order == "gpipe" else in_flight
 
 

@@ -94,7 +94,7 @@ class Outlook(Description, frozen=True):
     predicted: Amount  # seconds of a step under it
     seconds: Amount  # the same as measured in its trial, or else as predicted
     script: str  # the plan from whose words all plans are made
-    kept: str  # words that stay as they are
+    fixed_words: str  # words that stay as they are
     model: ModelDescription
     machine: MachineDescription
     ratio: Amount = 1.0  # of measured to predicted seconds, of plans that are not in `ratios`
@@ -199,7 +199,7 @@ class Outlook(Description, frozen=True):
         return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, *sent)
 
     @staticmethod
-    def of(answer: Answer, kept: Plan) -> Outlook | None:
+    def of(answer: Answer, fixed_words: Plan) -> Outlook | None:
         """Returns the outlook of a run that begins with the best plan of an answer; None if no plan was tried."""
         best, base, model, machine = answer.best, answer.base, answer.model, answer.machine
         assert best is not None
@@ -215,7 +215,7 @@ class Outlook(Description, frozen=True):
             best.seconds,
             best.step_seconds,
             base.plan,
-            str(kept),
+            str(fixed_words),
             model,
             machine,
             base.step_seconds / step_time(script, model, machine, base.workers).total,
@@ -233,8 +233,8 @@ class Outlook(Description, frozen=True):
     def _plans(self, workers: int, present: Plan, hosts: Sequence[int] = ()) -> list[Plan]:
         """Returns the other plans that leave the arithmetic and the size of micro-batches alone."""
         script = replace(Plan.parse(self.script), micro=present.micro)
-        kept = Plan.parse(self.kept)
-        plans, _ = candidates(workers, self.model, script, kept, frozenset(), free_micro=False, hosts=hosts)
+        fixed_words = Plan.parse(self.fixed_words)
+        plans, _ = candidates(workers, self.model, script, fixed_words, frozenset(), free_micro=False, hosts=hosts)
         return [plan for plan in plans if plan != present and str(plan) not in self.refused]
 
     def _forecast(self, now: Now, workers: int = 0) -> _Forecast:

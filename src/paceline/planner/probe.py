@@ -17,7 +17,7 @@ from torch import nn
 from paceline.comm.communicator import Group, refusing_collectives
 from paceline.compute.blocks import blocks_of
 from paceline.compute.microbatches import Chunk, MicroBatch, join, name_of, tensors_of
-from paceline.compute.state_dict import PROBE_ERRORS, kept_for_each, optimizer_like
+from paceline.compute.state_dict import PROBE_ERRORS, optimizer_like, optimizer_state_ratio
 from paceline.parallel.pipeline.partition import StagePartition
 from paceline.planner.block_probe import BlockFigures, BlockProbe, time_on
 from paceline.planner.descriptions import BlockDescription, LinkDescription, MachineDescription, ModelDescription
@@ -84,7 +84,7 @@ class ModelProbe:
             heads=heads,
             key_value_heads=_attribute(job.model, _KEY_VALUE_HEADS),
             element_size=sum(sizes) / max(1, len(sizes)),
-            state=kept_for_each(job.optimizers),
+            state=optimizer_state_ratio(job.optimizers),
             update=self._update,
         )
 

@@ -64,8 +64,8 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
     script, division = Plan.parse(run.check.script_plan), probe.division()
     plans = [(Plan.parse(text).validate(workers), workers) for text in request.plans]
     if not plans:
-        kept, allowed = Plan.parse(request.kept), frozenset(request.allowed)
-        made, _ = candidates(workers, model, script, kept, allowed, True, request.hosts)
+        fixed_words, allowed = Plan.parse(request.fixed_words), frozenset(request.allowed)
+        made, _ = candidates(workers, model, script, fixed_words, allowed, True, request.hosts)
         plans = [(plan, workers) for plan in made] + [(without_layout(script).validate(1), 1)]
     sizes, refused = _bytes_of(plans, division, group)
     usable = {(plan.tensor or 1, plan.context or 1) for plan, _ in plans if str(plan) in sizes}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from paceline.base.environment import World
 from paceline.checkpoint.files import MANIFEST, UNFINISHED, Checkpoint, list_checkpoints, open_checkpoint
 from paceline.checkpoint.storage import Folder, Storage
 from paceline.errors import CheckpointError
@@ -21,7 +22,7 @@ LOOK = 1.0  # seconds between two looks for a new checkpoint
 
 
 @contextmanager
-def checking(storage: Storage | None, tell: Callable[..., None]) -> Iterator[None]:
+def checking(storage: Storage | None, world: World) -> Iterator[None]:
     """Reads new checkpoints in a thread, at the lowest priority, and tells the agent of each one that was read.
 
     Only those in a folder are read: reading from an object store may cost money. Of several spares that see the same
@@ -29,14 +30,14 @@ def checking(storage: Storage | None, tell: Callable[..., None]) -> Iterator[Non
     """
     ends = threading.Event()
     if isinstance(storage, Folder):
-        threading.Thread(target=_run, args=(storage, tell, ends), name="paceline-checks", daemon=True).start()
+        threading.Thread(target=_run, args=(storage, world, ends), name="paceline-checks", daemon=True).start()
     try:
         yield
     finally:
         ends.set()
 
 
-def _run(storage: Folder, tell: Callable[..., None], ends: threading.Event) -> None:
+def _run(storage: Folder, world: World, ends: threading.Event) -> None:
     with suppress(OSError, AttributeError):  # not allowed, or not on this system
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     newest = -1
@@ -47,7 +48,7 @@ def _run(storage: Folder, tell: Callable[..., None], ends: threading.Event) -> N
             read = read_newest(storage, newest, ends.is_set) if is_reader else None
             if read is not None:
                 newest, damage, seconds = read
-                tell("checked", step=newest, damage=damage, seconds=seconds)
+                world.tell("checked", step=newest, damage=damage, seconds=seconds)
 
 
 def becomes_reader(storage: Folder, held: contextlib.ExitStack) -> bool:

@@ -115,13 +115,13 @@ class WeightsComparison:
         """Returns the optimizer state by name, where it is the same on all workers: not with islands, and not with
         parameter servers.
         """
-        kept = dict[str, torch.Tensor]()
+        states = dict[str, torch.Tensor]()
         for name, param in self.job.local_params.items() if self._alike_optimizers else ():
             for optimizer in self.job.optimizers:
                 state = optimizer.state.get(param, {})
                 tensors = ((key, state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
-                kept |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
-        return kept | {f"master copy of {name}": copy.detach() for name, copy in self.job.masters.items()}
+                states |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
+        return states | {f"master copy of {name}": copy.detach() for name, copy in self.job.masters.items()}
 
     def digest_state(self) -> float:
         """Returns one number with the digests of the weights (upper bits) and of the optimizer state (lower bits)."""
@@ -148,8 +148,8 @@ class WeightsComparison:
         """
         self.checks += 1
         healed, combined = False, [int(number) for number in digests]
-        weights, kept = [number >> _HALF for number in combined], [number % (1 << _HALF) for number in combined]
-        if self._find_deviating(weights) or self._find_deviating(kept, kept=True):
+        weights, states = [number >> _HALF for number in combined], [number % (1 << _HALF) for number in combined]
+        if self._find_deviating(weights) or self._find_deviating(states, of_optimizer=True):
             undo()
             self._heal_or_raise(group, heal and present)
             healed = True
@@ -160,24 +160,24 @@ class WeightsComparison:
         self._last_equal = self.done
         return healed
 
-    def _sets(self, kept: bool) -> list[list[int]]:
-        """Returns the ranks that must have equal weights, or with `kept` equal optimizer states, set by set."""
-        pieces = self.job.kept_cuts if kept else self.job.cuts
+    def _sets(self, of_optimizer: bool) -> list[list[int]]:
+        """Returns the ranks that must have equal weights, or with `of_optimizer` equal optimizer states, set by set."""
+        pieces = self.job.optimizer_cuts if of_optimizer else self.job.cuts
         keys = [(kind, self.mesh.shard_index_of(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 
-    def _find_deviating(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
+    def _find_deviating(self, values: Sequence[Any], of_optimizer: bool = False) -> tuple[list[int], list[int]] | None:
         """Returns the usual and the deviating ranks of the first set of workers that differ; None if all agree."""
-        return next(filter(None, (parted(alike_ranks, values) for alike_ranks in self._sets(kept))), None)
+        return next(filter(None, (parted(alike_ranks, values) for alike_ranks in self._sets(of_optimizer))), None)
 
     def _heal_or_raise(self, group: Group, heal: bool) -> None:
         """Finds the tensors that differ, and on which workers. Heals them, or raises WorkersDifferError."""
         both = [self._weights(), self._optimizer_state()]
         each = group.gather_json([[[name, digest([t])] for name, t in named.items()] for named in both])
         takes, why, first = list[tuple[int, int, list[str]]](), "", ""
-        for kept, named in enumerate(both):
-            digests = [dict(one[kept]) for one in each]
-            for alike_ranks in self._sets(bool(kept)):
+        for of_optimizer, named in enumerate(both):
+            digests = [dict(one[of_optimizer]) for one in each]
+            for alike_ranks in self._sets(bool(of_optimizer)):
                 apart = parted(alike_ranks, [tuple(one.items()) for one in digests])
                 if apart is None:
                     continue

@@ -127,7 +127,7 @@ class Run:
             tree, transactions.waiting = self.serving.take(), False
             self.state.take_over(tree, newcomer=True)
         elif transactions.waiting:
-            with checking(self.checkpoints.storage, self.team.world.tell):
+            with checking(self.checkpoints.storage, self.team.world):
                 transactions.admit()
 
     def begin_training(self, trainer: int, loop: bool) -> None:

@@ -206,7 +206,7 @@ class Replica:
             self.runner.guard.carried.merge(sums.records)
         counts, feedback, params = agreed.count > 0, self.error_feedback, self.grad_buffers.local_params
         if not counts and self.codec is not None:  # the sums are not used, so codecs keep their former residuals
-            self.codec.kept.void()
+            self.codec.feedback.void()
         if counts and agreed.unused and (feedback.pending_residual or feedback.differs):  # residuals may be gradients
             unused = [number for number in agreed.unused if (grad := params[number].grad) is None or not grad.any()]
             agreed = replace(agreed, unused=tuple(unused))

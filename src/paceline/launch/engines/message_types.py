@@ -18,7 +18,7 @@ Secret = Annotated[str, Meta(pattern=r"^[!-~]+\Z")]
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 _BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
 _HINTS = get_type_hints(LaunchOptions)
-_LOCAL = "kept", "token", "on_listening", "workers", "chosen", "trial", "hosts"  # that no host gets as options
+_LOCAL = "warm_holder", "token", "on_listening", "workers", "chosen", "trial", "hosts"  # that no host gets as options
 OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in _LOCAL}
 
 # ---- from a launcher to a host

@@ -167,7 +167,7 @@ class Simulated:
 
     spans: Sequence[Mapping[Action, tuple[float, float]]]
     end: float
-    kept: Sequence[int]
+    in_flight: Sequence[int]
 
     @property
     def bubble(self) -> float:
@@ -219,10 +219,10 @@ def simulate(
             f"worker {worker} waits before {a.kind}{a.micro_batch} of stage {a.stage}" for worker, a in stuck
         )
         raise ValueError(f"the schedule deadlocks: {waits}")
-    return Simulated(spans, max([0.0, *ends.values()]), [kept(row) for row in rows])
+    return Simulated(spans, max([0.0, *ends.values()]), [most_in_flight(row) for row in rows])
 
 
-def kept(row: Sequence[Action]) -> int:
+def most_in_flight(row: Sequence[Action]) -> int:
     """Returns the largest number of forwards of a worker whose backwards are still to end."""
     open_ = most = 0
     for action in row:
