@@ -168,7 +168,7 @@ def test_waiting_spare_finds_a_damaged_checkpoint_and_another_one_is_written(tmp
 def test_one_of_the_spares_that_see_a_folder_reads_its_checkpoints(tmp_path):
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
     storage = Folder(tmp_path / "checkpoints")
-    assert not becomes_reader(storage, first), "there is no checkpoint yet"
+    assert not becomes_reader(storage, first), "the folder is created with the first checkpoint"
     storage.make()
     with second:
         with first:

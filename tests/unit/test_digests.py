@@ -41,15 +41,17 @@ def test_any_flipped_bit_changes_the_digest(dtype: torch.dtype, size: int, seed:
 
 
 def test_flipped_bit_beyond_the_first_chunk_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two chunks whose lines and columns are summed, and in a third one that is not full."""
+    """In two chunks whose lines and columns are summed, in a third one that is not full, and in what fills no line."""
     monkeypatch.setattr(digests, "_LINES", 3)
     monkeypatch.setattr(digests, "_COLUMNS", 5)
     monkeypatch.setattr(digests, "_CHUNK", 15)
-    values = torch.randn(40, dtype=torch.float32)
+    monkeypatch.setattr(digests, "SMALL", 0)
+    monkeypatch.setattr(digests, "_factors", digests._factors.__wrapped__)  # those of the usual chunk stay as they are
+    values = torch.randn(43, dtype=torch.float32)
     before = checksum(values)
     assert checksum(-values) != before
-    pairs = list(itertools.combinations(range(40), 2))
-    for elements in [*((element,) for element in range(40)), *pairs]:
+    pairs = list(itertools.combinations(range(43), 2))
+    for elements in [*((element,) for element in range(43)), *pairs]:
         for bit in (0, 30, 31):
             changed = values.clone()
             for element in elements:

@@ -73,8 +73,7 @@ class CheckedReducer(BucketReducer):
 
     def start_last(self, small: torch.Tensor) -> dist.Work | None:
         """Sums all buckets, and then a small tensor in place."""
-        in_place = self._sum_in_place()
-        for bucket, sent in () if in_place else self._complete:
+        for bucket, sent in () if self._sum_in_place() else self._complete:
             number = self._next(0, bucket)
             while number < len(self.route):
                 self._move(number, bucket, sent)

@@ -49,8 +49,9 @@ def checksum(flat: torch.Tensor) -> int:
 
 def _mix(rows: torch.Tensor) -> list[int]:
     """Returns a number of 32 bits for each row of words, in which their positions count."""
-    # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
-    mixed = (rows >> 16).bitwise_xor_(rows).mul_(_factors(rows.device)[: rows.shape[1]])
+    # Two changed signs must not cancel: the upper bits are mixed into the lower ones, before and after the product.
+    mixed = (rows >> 16).bitwise_and_(0xFFFF).bitwise_xor_(rows).mul_(_factors(rows.device)[: rows.shape[1]])
+    mixed = (mixed >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(mixed)
     numbers: list[int] = mixed.sum(1, dtype=torch.int32).tolist()
     return numbers
 

@@ -101,7 +101,7 @@ def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
 
 
 def _permuted(values: Any, size: int, cipher_of: Callable[[Any], _Cipher]) -> Any:
-    """Returns the numbers below `size` to which ciphers map these: `cipher_of` returns that of the chosen numbers."""
+    """Encrypts numbers until each is below `size`. `cipher_of` returns the cipher of the numbers at some positions."""
     values = _encrypt(values, cipher_of(slice(None)))
     while (outside := values >= size).any():
         values[outside] = _encrypt(values[outside], cipher_of(outside))

@@ -57,7 +57,7 @@ def becomes_reader(storage: Folder, held: contextlib.ExitStack) -> bool:
 
     try:
         folder = os.open(storage.path, os.O_RDONLY)
-    except OSError:  # there is no checkpoint yet
+    except OSError:  # the folder is created with the first checkpoint
         return False
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,8 +70,8 @@ def becomes_reader(storage: Folder, held: contextlib.ExitStack) -> bool:
 
 def read_newest(storage: Folder, after: int, ends: Callable[[], bool] = lambda: False) -> tuple[int, str, float] | None:
     """Reads the newest finished checkpoint if it is of a later step than `after`, from the disk where the system allows
-    it. Returns its step, what is damaged (empty if nothing is) and the seconds that it took. None if there is none, if
-    it was removed meanwhile, or once `ends()` is true.
+    it. Returns its step, a description of the damage (empty: intact) and the seconds that reading took. Returns None if
+    no such checkpoint exists, if it was removed while it was read, or if `ends()` is true.
     """
     began = time.monotonic()
     try:
