@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from real_engines import DIGITS, SLOWLY, weights
 from sparks import Application
 
 from paceline.cli.main import main
+from paceline.launch.engines.driver_engine import LOST, Asker
 from paceline.launch.engines.ray import bundles, why_pending
 from paceline.launch.engines.spark_driver import Gate
 
@@ -243,6 +246,7 @@ def test_ray_is_asked_for_another_node(launched: OnRay) -> None:
     until(lambda: len(launched.ray.look()["groups"]) == 2)  # that of the first hosts and that of the last one
     (launched.folder / "go").touch()
     error = launched.ended(process)
+    launched.ray.end_added_nodes()
     assert process.returncode == 0, error
     assert "\nbundle-1 is left out; ray was asked for another host\n" in error
     as_one_worker(launched.folder)
@@ -325,6 +329,21 @@ def test_ray_without_resources_names_them(launched: OnRay, tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     assert launched.ended(process) == "paceline: stopped by SIGINT; the same command starts again\n"
     assert process.returncode == 130
+
+
+def test_reason_of_a_lost_host_is_a_line_of_its_own_after_a_torn_one() -> None:
+    for written, shown in ((b"", ""), (b"begun\n", "begun\n"), (b"begun\nworker 1 has jo", "begun\nworker 1 has jo\n")):
+        link, waiting = socket.socketpair()
+        pipes = [os.pipe() for _ in range(3)]
+        with link, waiting, open(pipes[2][0], encoding="utf-8") as error, open(pipes[1][0], "rb") as output:
+            asker = Asker(link, [end for _, end in pipes])
+            asker.write(1, b"no line")
+            asker.write(2, written)
+            asker.finish(LOST, "the actor has died")
+            assert int(waiting.recv(16)) == LOST
+            assert (output.read(), error.read()) == (b"no line", f"{shown}engine: the actor has died\n")
+        for end in pipes[0]:
+            os.close(end)
 
 
 def test_ray_bundles_of_hosts() -> None:

@@ -77,6 +77,15 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
+    def end_added_nodes(self) -> None:
+        """Leaves the head and two nodes, as at the beginning."""
+        added = [node for node in self.nodes if node.poll() is None][3:]
+        for node in added:
+            node.send_signal(signal.SIGTERM)
+            node.wait(60)
+        if added:
+            until(lambda: self.look()["nodes"] == 3, 100)
+
     def close(self) -> None:
         left = [one for node in self.nodes if node.poll() is None for one in psutil.Process(node.pid).children(True)]
         for node in reversed(self.nodes):

@@ -122,9 +122,46 @@ def check_reachable(address: str) -> None:
     socket.create_connection((host, int(port)), REACH).close()
 
 
-def serve_hosts(input_fd: int, tell: Callable[..., None], placed: Sequence[str], begin: Callable[..., Bridge]) -> None:
+class Asker:
+    """A process that has asked for a host: `link` is the socket at which it waits for the host's end. Its standard
+    `streams` serve as those of the host.
+    """
+
+    def __init__(self, link: socket.socket, streams: Sequence[int]) -> None:
+        self.link, self.streams = link, streams
+        self._error_ends = b"\n"  # the last bytes that the host has written to its standard error
+
+    def write(self, stream: int, data: bytes) -> None:
+        """Writes to the standard output (1) or the standard error (2). OSError: the process has ended."""
+        if stream == 2 and data:
+            self._error_ends = data[-1:]
+        while data:
+            data = data[os.write(self.streams[stream], data) :]
+
+    def finish(self, code: int, why: str = "") -> None:
+        """Sends the host's exit code to the process. `why`: the reason, if the host did not end by itself; it becomes
+        the last line of its standard error, also after a line that the host could not write to its end.
+        """
+        with suppress(OSError):
+            if why:
+                before = "" if self._error_ends == b"\n" else "\n"
+                self.write(2, f"{before}{LAST_WORD_PREFIX}{why}\n".encode())
+        for stream in self.streams[1:]:
+            os.close(stream)
+        with suppress(OSError):
+            self.link.send(str(code).encode())
+            self.link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the connection to the process."""
+        self.link.close()
+
+
+def serve_hosts(
+    input_fd: int, tell: Callable[..., None], placed: Sequence[str], begin: Callable[[int, Asker], Bridge]
+) -> None:
     """Serves the placed hosts until `input_fd` ends. A process asks for a host by its number at a Unix socket (the
-    door); ``begin(number, asker, streams)`` then connects the host to that process.
+    door); ``begin(number, asker)`` then connects the host to that process.
     """
     door = f"paceline-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
@@ -141,15 +178,15 @@ def serve_hosts(input_fd: int, tell: Callable[..., None], placed: Sequence[str],
                             other.data.close()
                     return
                 if key.fileobj is listener:
-                    asker, _ = listener.accept()
-                    asker.settimeout(HELLO)
+                    link, _ = listener.accept()
+                    link.settimeout(HELLO)
                     with suppress(OSError, ValueError):
-                        number, streams, _, _ = socket.recv_fds(asker, 16, 3) if _is_ours(asker) else (b"", [], 0, 0)
+                        number, streams, _, _ = socket.recv_fds(link, 16, 3) if _is_ours(link) else (b"", [], 0, 0)
                     if len(streams) != 3 or not number.isdigit():
-                        asker.close()
+                        link.close()
                         continue
-                    asker.settimeout(None)
-                    selector.register(asker, selectors.EVENT_READ, begin(int(number), asker, streams))
+                    link.settimeout(None)
+                    selector.register(link, selectors.EVENT_READ, begin(int(number), Asker(link, streams)))
                 else:  # the process that waited has ended, or has its answer
                     selector.unregister(key.fileobj)
                     key.data.close()
@@ -158,20 +195,6 @@ def serve_hosts(input_fd: int, tell: Callable[..., None], placed: Sequence[str],
 def _is_ours(link: socket.socket) -> bool:
     """Whether a process of this user has the other end of a socket of this host."""
     return bool(struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.getuid())
-
-
-def finish_host(asker: socket.socket, streams: Sequence[int], code: int, why: str = "") -> None:
-    """Sends a host's exit code to the process that asked for it. `why`: the reason, if the host did not end by itself;
-    it is written to the host's standard error first.
-    """
-    with suppress(OSError):
-        if why:
-            os.write(streams[2], f"{LAST_WORD_PREFIX}{why}\n".encode())
-    for stream in streams[1:]:
-        os.close(stream)
-    with suppress(OSError):
-        asker.send(str(code).encode())
-        asker.shutdown(socket.SHUT_RDWR)
 
 
 def _hand_over(door: str, number: str) -> int:

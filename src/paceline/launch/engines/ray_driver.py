@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 from paceline.base.polling import can_read, wait_for
 from paceline.errors import first_line
-from paceline.launch.engines.driver_engine import CHUNK, LOST, Bridge, check_reachable, finish_host, serve_hosts
+from paceline.launch.engines.driver_engine import CHUNK, LOST, Asker, Bridge, check_reachable, serve_hosts
 from paceline.launch.engines.ray import Resources, bundles, replacement_bundle, why_pending
 
 LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
@@ -68,10 +67,10 @@ class Shell:
 
 
 class ActorBridge:
-    """Connects the actor of a host to the standard streams of the process that waits at `asker` for the host's end."""
+    """Connects the actor of a host to the standard streams of the process that asked for the host."""
 
-    def __init__(self, actor: Any, asker: socket.socket, streams: list[int]) -> None:
-        self._actor, self._asker, self._streams = actor, asker, streams
+    def __init__(self, actor: Any, asker: Asker) -> None:
+        self._actor, self._asker = actor, asker
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._hear, self._say)]
         for thread in self._threads:
             thread.start()
@@ -80,7 +79,7 @@ class ActorBridge:
         import ray
 
         with (
-            open(self._streams[0], "rb", buffering=0) as source,
+            open(self._asker.streams[0], "rb", buffering=0) as source,
             suppress(ray.exceptions.RayError),
         ):  # `_say` reports it
             while data := source.read(CHUNK):
@@ -93,14 +92,13 @@ class ActorBridge:
         try:
             while code is None:
                 *outputs, code = ray.get(self._actor.read.remote())
-                for stream, data in zip(self._streams[1:], outputs, strict=True):
-                    while data:
-                        data = data[os.write(stream, data) :]
+                for stream, data in enumerate(outputs, 1):
+                    self._asker.write(stream, data)
         except ray.exceptions.RayError as error:
             code, why = LOST, _why(error)
         except OSError:  # the launcher has ended
             code = LOST
-        finish_host(self._asker, self._streams, code, why)
+        self._asker.finish(code, why)
 
     def close(self) -> None:
         """Kills the actor and closes the connection to the process that waits."""
@@ -116,8 +114,8 @@ class FurtherNode:
     once it is closed; all other reservations of the run are removed by Ray when this process ends.
     """
 
-    def __init__(self, wanted: Resources, avoided: set[str], asker: socket.socket, streams: list[int]) -> None:
-        self._wanted, self._avoided, self._asker, self._streams = wanted, avoided, asker, streams
+    def __init__(self, wanted: Resources, avoided: set[str], asker: Asker) -> None:
+        self._wanted, self._avoided, self._asker = wanted, avoided, asker
         self._over, self._groups = threading.Event(), list[Any]()
         self._bridge: ActorBridge | None = None
         threading.Thread(target=self._find, daemon=True).start()
@@ -138,9 +136,9 @@ class FurtherNode:
             self._free(1)
             if not self._over.is_set():
                 actor = _actor(groups[-1], self._wanted, 0)
-                self._bridge = ActorBridge(actor, self._asker, self._streams)
+                self._bridge = ActorBridge(actor, self._asker)
         except ray.exceptions.RayError as error:
-            finish_host(self._asker, self._streams, LOST, _why(error))
+            self._asker.finish(LOST, _why(error))
         finally:
             if self._over.is_set():
                 self._free()
@@ -213,10 +211,10 @@ def main(asked: Mapping[str, Any]) -> int:
     avoided = {node_of_bundle[number] for number in range(len(wanted))}
     replacement = replacement_bundle(asked, [total for _, total in _nodes().values()])
 
-    def begin(number: int, *given: Any) -> Bridge:
+    def begin(number: int, asker: Asker) -> Bridge:
         if number >= len(wanted):
-            return FurtherNode(replacement, avoided, *given)
-        return ActorBridge(_actor(group, wanted[number], number), *given)
+            return FurtherNode(replacement, avoided, asker)
+        return ActorBridge(_actor(group, wanted[number], number), asker)
 
     serve_hosts(0, _tell, placed, begin)
     ray.shutdown()

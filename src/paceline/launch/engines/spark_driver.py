@@ -25,7 +25,7 @@ from typing import Any
 from paceline.base.handshake import NewConnections
 from paceline.base.polling import can_read
 from paceline.base.text import plural
-from paceline.launch.engines.driver_engine import CHUNK, LOST, check_reachable, finish_host, serve_hosts
+from paceline.launch.engines.driver_engine import CHUNK, LOST, Asker, check_reachable, serve_hosts
 
 LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
 ANSWER = 10  # seconds for a task to prove itself
@@ -162,16 +162,17 @@ class TaskBridge:
                     first.send_bytes(b"begin")
                 self.arrived.set()
 
-    def attach(self, asker: socket.socket, streams: list[int]) -> TaskBridge:
-        """Connects the task to the `streams` of the process that waits at `asker`. Returns itself."""
-        self._asker, self._streams = asker, streams
+    def attach(self, asker: Asker) -> TaskBridge:
+        """Connects the task to the standard streams of the process that asked for its host. Returns itself."""
+        self._asker = asker
         for work in (self._hear, self._follow):
             threading.Thread(target=work, daemon=True).start()
         return self
 
     def _hear(self) -> None:
         self.arrived.wait()
-        with open(self._streams[0], "rb", buffering=0) as source, suppress(OSError, KeyError):  # `_follow` reports it
+        asker = self._asker
+        with open(asker.streams[0], "rb", buffering=0) as source, suppress(OSError, KeyError):  # `_follow` reports it
             while data := source.read(CHUNK):
                 self._wires[0].sendall(data)
             self._wires[0].shutdown(socket.SHUT_WR)
@@ -179,8 +180,7 @@ class TaskBridge:
     def _say(self, stream: int) -> None:
         with suppress(OSError):  # the launcher has ended
             while data := self._wires[stream].recv(CHUNK):
-                while data:
-                    data = data[os.write(self._streams[1 + stream], data) :]
+                self._asker.write(1 + stream, data)
 
     def _follow(self) -> None:
         self.arrived.wait()
@@ -192,7 +192,7 @@ class TaskBridge:
             for thread in says:
                 thread.join(wait)
             self.hang_up()
-        finish_host(self._asker, self._streams, self._code, self.why)
+        self._asker.finish(self._code, self.why)
 
     def hang_up(self) -> None:
         """Closes the connections of the task: its agent sees the end of its input."""
@@ -250,8 +250,8 @@ def serve_tasks(context: Any, asked: Mapping[str, Any], input_fd: int, tell: Cal
             tell(what=f"Spark could not start a task ({failed.why})", cure="see the logs of the executors")
             return
 
-        def begin(number: int, *given: Any) -> TaskBridge:
-            return (hosts.pop(number, None) or TaskBridge(gate, context, number)).attach(*given)
+        def begin(number: int, asker: Asker) -> TaskBridge:
+            return (hosts.pop(number, None) or TaskBridge(gate, context, number)).attach(asker)
 
         serve_hosts(input_fd, tell, [host.where for host in hosts.values()], begin)
     finally:
