@@ -179,7 +179,11 @@ def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
 
     def answer(*more: str) -> str:
         command = net.hosts[2].command(sys.executable, "-m", "paceline", *words[:-1], *more, words[-1])
-        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            output = process.communicate()[0]
+        assert process.returncode == 0
+        assert not [*Path("/tmp").glob(f"paceline-plan-*-{process.pid}")], "the hosts remove what they have written"
+        return output
 
     machine = json.loads(answer("--describe"))["machine"]
     between = machine["links"][-1]

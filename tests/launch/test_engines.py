@@ -300,3 +300,21 @@ def test_slurm_job_of_a_further_node_excludes_what_the_user_excludes(
     command = engine.command(further)
     assert [word for word in command if word.startswith("--exclude")][-1] == f"--exclude={excluded}"
     assert command.index(f"--exclude={excluded}") > max([0, *(command.index(word) for word in asked)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        (["-w", "n[1-2]", "--time=1:00", "-p", "gpu"], ["--time=1:00", "-p", "gpu"]),
+        (["-wn1,n2", "--mem", "4G", "--nodelist=n1"], ["--mem", "4G"]),
+        (["--nice=5", "-N2", "-n", "2", "--ntasks-per-node=1", "--nodes", "2-4", "--nodefile=a"], ["--nice=5"]),
+        (["-F", "names", "--ntasks"], []),
+    ],
+)
+def test_slurm_job_of_a_further_node_may_have_any_node(asked: list[str], left: list[str]) -> None:
+    engine = Slurm([Host("n1"), Host("n2")], [], "7", 0, True, asked)
+    further = engine.request_replacement(Host("n2"))
+    assert further is not None
+    words = engine.command(further)
+    first, last = (words.index(word) for word in ("--unbuffered", "--exclude=n1,n2"))
+    assert words[first + 1 : last] == left

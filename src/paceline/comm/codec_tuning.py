@@ -14,7 +14,7 @@ from paceline.comm.compression import Codec
 from paceline.comm.gradient_buckets import Bucket
 
 ROUNDING, LOSSY = ("none", "bf16", "fp16", "int8"), ("powersgd:4", "topk:0.01", "sign")
-MOST = 1 << 23  # elements that are tried; more take as much longer
+MOST = 1 << 21  # elements that are tried, which takes some ten times their memory; more take as much longer
 SECONDS = 4.0  # for all buckets: the costs of the rest are estimated from the measured bucket most like them
 KEEP = 0.9  # a new choice has to cost less than this fraction of the present one
 CLEARLY = 1.5  # a link counts as changed once its rate has changed by this factor

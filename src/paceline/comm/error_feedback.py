@@ -21,6 +21,8 @@ from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, Feedback
 from paceline.comm.gradient_sinks import GradBuffers
 
+ADVISED = 1 << 19  # elements with which codecs are tried to advise one of them
+
 
 class TransactionRunner(Protocol):
     """The transactions that a team of workers makes together; `done` counts those that took effect."""
@@ -330,15 +332,14 @@ class ErrorFeedback:
             return ""
         text = (
             f"gradient sums send {sent / 1e6:.3g} MB to other hosts in each step, which takes {sent / rate:.2g} s at "
-        )
-        text += (
             f"{8e-6 * rate:.3g} Mbit/s, while computing takes {computing:.2g} s; so a step takes {sent / rate:.2g} s "
+            "or more; doubling global_batch= would halve this time per row"
         )
-        text += "or more; doubling global_batch= would halve this time per row"
         if codecs:
             largest = max(buckets, key=lambda bucket: len(bucket.local_shard))
             times = gradient_bytes / largest.local_shard.nbytes
-            tried = (codec_tuning.trial(word, largest, hosts) for word in ("int8", "powersgd:4"))
+            part = codec_tuning.sample(largest, ADVISED)
+            tried = (codec_tuning.trial(word, largest, hosts, part) for word in ("int8", "powersgd:4"))
             int8, powersgd = (trial.cost(rate, latency) * times for trial in tried)
             text += f", codec=int8 would take {int8:.2g} s and codec=powersgd:4 {powersgd:.2g} s"
         return f"{text}; local={hosts} every=16 would send once in 16 steps; each of these changes the mathematics"

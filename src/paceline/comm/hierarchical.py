@@ -48,7 +48,6 @@ from paceline.comm.shared_memory import (
 from paceline.errors import PeerLostError, UsageError, first_line
 
 FOREVER = timedelta(days=7)  # Paceline has its own deadlines: gloo's only has to be longer than any legitimate wait
-KEPT_BYTES = 64 << 20
 MESH = 64  # up to this number of workers on several hosts, all connect with all from the start
 CHUNK = 1 << 17  # least bytes of a piece that goes to another worker
 IN_FLIGHT = 8  # pieces that are under way at a time
@@ -56,6 +55,7 @@ IN_FLIGHT = 8  # pieces that are under way at a time
 FEW = 1 << 12
 ROOM = 504  # bytes that may travel with a fingerprint, among up to MESH workers
 AT_A_TIME = 0.01  # seconds that a piece may take
+Start = Callable[..., dist.Work]  # starts a collective of some tensors
 
 
 class LinkError(RuntimeError):
@@ -65,9 +65,9 @@ class LinkError(RuntimeError):
 class Gloo:
     """A gloo group that is used without ever blocking in it.
 
-    gloo's threads let go of a collective a moment after it is done. If theirs were the last reference, they would need
-    the interpreter to release its tensors: at a fork (a loader's child then hangs, with CPython 3.11) or at the
-    interpreter's end (which aborts). So this class keeps the last references for a while.
+    gloo's threads let go of a collective a moment after it is done. If theirs were the last references to its tensors,
+    they would need the interpreter to release these: at a fork (a loader's child then hangs, with CPython 3.11) or at
+    the interpreter's end (which aborts). So gloo gets aliases, which this class holds until nothing else does.
     """
 
     def __init__(
@@ -92,8 +92,7 @@ class Gloo:
         self.chunk, self.room = CHUNK, room if size <= MESH else 0
         self._under, self._sent, self._since = 0, 0.0, 0.0  # collectives under way, bytes sent, start time
         self._abandoned = False
-        self._recent: deque[tuple[Any, int]] = deque()
-        self._kept = 0
+        self._aliases: deque[torch.Tensor] = deque()
 
     def pace(self, rate: float, latency: float) -> None:
         """Fits the size of pieces to links of `rate` bytes a second and `latency` seconds per message.
@@ -103,11 +102,11 @@ class Gloo:
         """
         self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 4 * latency / IN_FLIGHT)) // CHUNK * CHUNK)
 
-    def run(self, start: Callable[[], dist.Work], size: int, sent: float = 0.0) -> Steps:
-        """Starts a collective of about `size` bytes, `sent` of them by this worker, and waits for it."""
-        yield from self.stream([start], size, sent)
+    def run(self, start: Start, *tensors: torch.Tensor, sent: float = 0.0) -> Steps:
+        """Starts a collective of these tensors, with `sent` bytes of this worker, and waits for it."""
+        yield from self.stream(start, [tensors], sent)
 
-    def stream(self, starts: Sequence[Callable[[], dist.Work]], size: int, sent: float = 0.0) -> Steps:
+    def stream(self, start: Start, pieces: Sequence[Sequence[torch.Tensor]], sent: float = 0.0) -> Steps:
         """Runs several collectives in order, some of them under way at a time; otherwise as `run`.
 
         Data that travels at once both ways over one connection leaves a third of a link of 100 Mbit/s empty.
@@ -115,14 +114,15 @@ class Gloo:
         under = deque[dist.Work]()
         self._begin()
         try:
-            for start in [*starts, *[None] * IN_FLIGHT]:
-                if under and (start is None or len(under) == IN_FLIGHT):
+            for piece in [*pieces, *[None] * IN_FLIGHT]:
+                if under and (piece is None or len(under) == IN_FLIGHT):
                     until: Condition = under[0].is_completed
-                    yield Begun(until) if start is None else until
+                    yield Begun(until) if piece is None else until
                     under.popleft().wait()
-                if start is not None:
-                    under.append(start())
-                    self._keep(under[-1], size // len(starts))
+                if piece is not None:
+                    aliases = [tensor.detach() for tensor in piece]
+                    self._aliases += aliases
+                    under.append(start(*aliases))
         except RuntimeError as error:
             raise LinkError(str(error)) from error
         finally:
@@ -131,11 +131,13 @@ class Gloo:
         self._end(sent)
 
     def _begin(self) -> None:
+        self._release()
         if not self._under:
             self._sent, self._since = 0.0, time.perf_counter()
         self._under += 1
 
     def _end(self, sent: float = 0.0) -> None:
+        self._release()
         self._under -= 1
         self._sent += sent
         if not self._under:
@@ -159,11 +161,10 @@ class Gloo:
                 _go_on(one, under)
         self._end()
 
-    def _keep(self, work: dist.Work, size: int) -> None:
-        self._recent.append((work, size))
-        self._kept += size
-        while len(self._recent) > 8 and (len(self._recent) > 512 or self._kept > KEPT_BYTES):
-            self._kept -= self._recent.popleft()[1]
+    def _release(self) -> None:
+        """Releases the aliases that gloo has let go of."""
+        while self._aliases and self._aliases[0]._use_count() == 1:  # type: ignore[attr-defined]
+            self._aliases.popleft()
 
     def _abandon(self) -> None:
         """Keeps this group for ever: its threads may hang in an abandoned collective, and its destructor waits for
@@ -183,7 +184,7 @@ class Gloo:
         everyone, row[0] = torch.empty(self.size, len(row), dtype=torch.int64), fp
         data = row.new_empty(0) if flat is None else flat
         row[1:].view(torch.uint8)[: data.nbytes] = raw_bytes(data)
-        yield from self.run(lambda: self.group._allgather_base(everyone.view(-1), row), everyone.nbytes)
+        yield from self.run(self.group._allgather_base, everyone.view(-1), row)
         if bool((everyone[:, 0] != fp).any()):
             raise MismatchError
         return everyone.view(torch.uint8)[:, 8 : 8 + data.nbytes].contiguous().view(data.dtype) if data.nbytes else None
@@ -202,8 +203,8 @@ class Gloo:
         """Gathers the flat tensor of all workers, of one length, as rows."""
         parts = raw_bytes(flat).split(self.chunk) if flat.nbytes else (raw_bytes(flat),)
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
-        starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
-        yield from self.stream(starts, self.size * flat.nbytes, (self.size - 1) * flat.nbytes)
+        pieces = [(t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
+        yield from self.stream(self.group._allgather_base, pieces, (self.size - 1) * flat.nbytes)
         # An empty tensor has strides that no view of another dtype takes.
         return _joined(taken).view(flat.dtype) if flat.nbytes else flat.new_empty(self.size, 0)
 
@@ -212,23 +213,20 @@ class Gloo:
         options = c10d.AllreduceOptions()
         options.reduceOp = op
         sent = 2 * flat.nbytes * (self.size - 1) / self.size
-        yield from self.run(lambda: self.group.allreduce([flat], options), flat.nbytes, sent)
+        yield from self.run(lambda alias: self.group.allreduce([alias], options), flat, sent=sent)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Overwrites `flat` on all workers with that of `root`."""
         options = c10d.BroadcastOptions()
         options.rootRank = root
-        yield from self.run(lambda: self.group.broadcast([raw_bytes(flat)], options), flat.nbytes)
+        yield from self.run(lambda alias: self.group.broadcast([alias], options), raw_bytes(flat))
 
     def all_to_all(self, rows: torch.Tensor) -> Any:
         """Sends row i to worker i; returns a row of the same length from each worker."""
         parts = [part.contiguous() for part in raw_bytes(rows).view(self.size, -1).split(self.chunk, 1)]
         taken, options = [torch.empty_like(part) for part in parts], c10d.AllToAllOptions()
-        starts = [
-            partial(self.group.alltoall_base, t.view(-1), p.view(-1), [], [], options)
-            for t, p in zip(taken, parts, strict=True)
-        ]
-        yield from self.stream(starts, 2 * rows.nbytes, rows[1:].nbytes)
+        pieces = [(t.view(-1), p.view(-1)) for t, p in zip(taken, parts, strict=True)]
+        yield from self.stream(lambda *pair: self.group.alltoall_base(*pair, [], [], options), pieces, rows[1:].nbytes)
         return _joined(taken).view(rows.dtype)
 
     def exchange(self, given: torch.Tensor, gives: Sequence[int], takes: Sequence[int], times: int = 1) -> Any:
@@ -238,8 +236,8 @@ class Gloo:
         A measurement repeats it `times` times.
         """
         taken, options = torch.empty(sum(takes), dtype=torch.uint8), c10d.AllToAllOptions()
-        start = partial(self.group.alltoall_base, taken, given, [*takes], [*gives], options)
-        yield from self.stream([start] * times, len(given) + len(taken))
+        start = partial(self.group.alltoall_base, output_split_sizes=[*takes], input_split_sizes=[*gives], opts=options)
+        yield from self.stream(start, [(taken, given)] * times)
         return taken
 
 

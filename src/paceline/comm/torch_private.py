@@ -74,6 +74,7 @@ NAMES = [
         "torch.Tensor._backward_hooks", "find gradient hooks, which would see other gradients than they expect"
     ),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "the same for hooks that run after accumulation"),
+    PrivateName("torch.Tensor._use_count", "whether gloo has let go of a tensor"),
     PrivateName("torch.Tensor._version", "notice that a tensor was written to"),
     PrivateName("torch.Tensor._is_view", "context=: tell a view from a tensor of its own"),
     PrivateName("torch.Tensor._base", "the tensor that a view shows"),

@@ -12,6 +12,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ PATIENCE = 20.0  # seconds in which the running coordinator of the first host mu
 VALUE = 1 << 19  # bytes of a value in one line
 PIECE = 4096  # bytes that a pipe accepts at once if it accepts any
 GO_ON = 255
+HOSTS = "hosts"  # the folder in a run folder with those of joined hosts
 CONSOLE = "console.log"  # a file in the run folder: the output after the launcher has left
 
 
@@ -77,7 +79,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     apart = _fork_apart() if order["detach"] else None
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
     if order["join"]:
-        folder = Path(options.run_dir or ".", "hosts", order["name"])
+        folder = Path(options.run_dir or ".", HOSTS, order["name"])
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
     for text in order.get("slow", ()):
         HostHistory().add(HostEntry(time.time(), "slow", text, options.run_dir or ""))
@@ -100,7 +102,25 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
         value.seek(0)
         while piece := value.read(VALUE):
             _say("value", data=base64.b64encode(piece).decode())
-        return code
+    if options.temporary:
+        _remove_run_folder(Path(job["options"]["run_dir"]), Path(options.run_dir or "."))
+    return code
+
+
+def _remove_run_folder(run: Path, folder: Path) -> None:
+    """Removes what this host has written in the `folder` that is its part of a run folder, and then the empty folders
+    above it, up to the one that contains the `run` folder. Other hosts may have parts in the same file system.
+    """
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and entry.name != HOSTS:
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != HOSTS:
+                entry.unlink()
+        for path in (folder, *folder.parents):
+            path.rmdir()
+            if path == run.parent:
+                break
 
 
 def _launch(options: LaunchOptions) -> int:

@@ -27,6 +27,8 @@ from paceline.launch.engines.launcher import HostJob
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit
 LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
+# Options that name the nodes of a job or count them.
+OF_NODES = ("-w", "--nodelist", "-F", "--nodefile", "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node")
 
 
 def _output_of(*command: str) -> str:
@@ -60,7 +62,7 @@ class Slurm(Engine):
         about = _output_of("scontrol", "show", "job", self._job)
         nodes = dict.fromkeys([*excluded_nodes(self._asked, about), *self._avoided])
         avoided, unset = f"--exclude={','.join(nodes)}", map("--unset={}".format, outside_of_slurm())
-        return ["env", *unset, "srun", *one_task, *self._asked, avoided, f"--job-name={name}", "sh"]
+        return ["env", *unset, "srun", *one_task, *of_any_node(self._asked), avoided, f"--job-name={name}", "sh"]
 
     def request_replacement(self, host: Host) -> Host | None:
         """Asks Slurm for a job of one node, which is none of those that the run has or had."""
@@ -129,6 +131,17 @@ def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
         with suppress(OSError):
             named = ",".join(Path(named).read_text().split())
     return [*nodes, *filter(None, [named])]
+
+
+def of_any_node(asked: Sequence[str]) -> list[str]:
+    """The options `asked` without those that name nodes or count them: a further job has one node, and another one."""
+    left, words = [], iter(asked)
+    for word in words:
+        if word in OF_NODES:
+            next(words, "")  # its value
+        elif not any(word.startswith(f"{name}=" if name.startswith("--") else name) for name in OF_NODES):
+            left.append(word)
+    return left
 
 
 def directive(word: str) -> str:
