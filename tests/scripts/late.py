@@ -6,7 +6,8 @@ worker is killed, once, when it has made so many steps of the round that begins 
 loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the merge of that round has been decided, for
 which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
 it is told to stop. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
-JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one is.
+JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one is; half of
+them are left by then.
 STOP=STEP: there training is stopped. ROWS=iter: the dataset is an iterable.
 """
 
@@ -116,6 +117,8 @@ def main() -> None:
     comes = int(os.environ.get("COMES", "0"))
     for report in trainer.steps(Stream() if os.environ.get("ROWS") == "iter" else DATA, count=comes or STEPS):
         time.sleep(0.2 if comes and not journaled("generation", planned=True) else 0.0)
+        if report.step == comes // 2:
+            wait_for(lambda: journaled("generation", planned=True))
         found = hashlib.sha256()
         whole = "zero=3" not in sys.argv[2] and "tensor" not in sys.argv[2]
         for value in trainer.model.state_dict().values() if whole else ():
