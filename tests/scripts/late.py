@@ -6,8 +6,8 @@ worker is killed, once, when it has made so many steps of the round that begins 
 loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the merge of that round has been decided, for
 which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
 it is told to stop. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
-JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one is; half of
-them are left by then.
+JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one
+is, and half of them after that.
 STOP=STEP: there training is stopped. ROWS=iter: the dataset is an iterable.
 """
 
