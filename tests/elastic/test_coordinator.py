@@ -404,6 +404,22 @@ def test_kill_without_a_coordinator_is_noticed_after_its_restart() -> None:
     ] == "did not report to the restarted coordinator"
 
 
+def test_agent_waits_for_the_restart_of_its_last_worker() -> None:
+    """A newcomer that is killed early is restarted after a pause, and its host may have no other worker."""
+    play = Play()
+    last = play.hosts["b"][-1]
+    life = play.workers["b"][last].life
+    happen(play, "kill", last)
+    play.settle(0.5)
+    assert (play.workers["b"][last].life, play.coordinator.undecided) == (life, True), "it may not end now"
+    play.settle(3.0)
+    assert (play.workers["b"][last].life, play.coordinator.undecided) == (life + 1, False)
+    happen(play, "kill", last)
+    play.settle(0.5)
+    play.coordinator.stop_all()
+    assert not play.coordinator.undecided
+
+
 def test_worker_whose_host_computes_wrong_values_is_not_started_again() -> None:
     play = admitted()
     play.change(1, failed=("HardwareError", 7, "worker 1 computed a wrong value"))

@@ -334,8 +334,11 @@ class Coordinator:
 
     @property
     def undecided(self) -> bool:
-        """Whether the coordinator has not decided yet about something that was reported."""
-        return self.recovering < math.inf or bool(self._new_exceptions)
+        """Whether the coordinator has not decided yet about something that was reported, or is about to restart a
+        worker: an agent without another one waits for that.
+        """
+        restarts = bool(self._delayed_starts) and not (self.failing or self.stop)
+        return self.recovering < math.inf or bool(self._new_exceptions) or restarts
 
     # ---- time
 
