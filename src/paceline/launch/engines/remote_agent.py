@@ -113,9 +113,11 @@ def _remove_run_folder(run: Path, folder: Path) -> None:
     """
     with suppress(OSError):
         for entry in folder.iterdir():
-            if entry.is_dir() and entry.name != HOSTS:
+            if entry.name == HOSTS:
+                continue
+            if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != HOSTS:
+            else:
                 entry.unlink()
         for path in (folder, *folder.parents):
             path.rmdir()
