@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -125,8 +126,21 @@ def without_an_agent(
         Process([sys.executable, *words], environment(**shared, RANK=str(rank)), cwd=cwd, stderr=PIPE)
         for rank, words in enumerate([script] if isinstance(script, Path) else script for script in scripts)
     ]
-    said = [worker.communicate(timeout=120)[1] for worker in workers]
-    return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
+    return [(worker.returncode, text) for worker, text in zip(workers, said_by(workers), strict=True)]
+
+
+def said_by(workers: Sequence[Process], timeout: float = 120) -> list[str]:
+    """What each of these wrote to stderr until it ended. AssertionError with all of it, and with the stacks of those
+    that have not ended in `timeout` seconds.
+    """
+    try:
+        return [worker.communicate(timeout=timeout)[1] for worker in workers]
+    except subprocess.TimeoutExpired:
+        running = [worker for worker in workers if worker.poll() is None]
+        for worker in running:
+            worker.send_signal(signal.SIGABRT)  # faulthandler writes its stacks
+        texts = [f"worker {rank}:\n{worker.communicate()[1]}" for rank, worker in enumerate(workers)]
+        raise AssertionError(f"{len(running)} workers were still running\n" + "\n".join(texts)) from None
 
 
 @contextmanager

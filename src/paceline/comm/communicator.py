@@ -648,7 +648,7 @@ class Group:
         pace, looks = max(1.0, self.size / MANY), 0
         try:
             self._side.publish()
-            while not all(status is not None and status["state"] in ("ended", "met") for status in statuses):
+            while not all(status is not None and status["state"] in ("ended", "met", "closed") for status in statuses):
                 time.sleep(0.02 * pace)
                 if self.channel.broken is not None:
                     raise self.channel.broken
@@ -679,7 +679,7 @@ class Group:
             return
         store, self._store = self._store, None
         with contextlib.suppress(RuntimeError):  # the store went with worker 0
-            self._side.set_state("failed" if failed else "ended", self._declared[:2])
+            self._side.set_state("failed" if failed else "closed", self._declared[:2])
             self._side.publish()
             store.set(f"closed/{self.rank}", "1")
             others = [f"closed/{rank}" for rank in range(self.size)]

@@ -31,10 +31,7 @@ T = TypeVar("T")
 Ask = Callable[..., list[str]]  # of any number of keys
 PATIENCE = 1.0  # seconds of waiting before a worker publishes its status and reads those of its peers
 PAUSE = 0.05  # seconds between two requests
-RARER, RAREST = (
-    0.1,
-    2.0,
-)  # a worker asks again after this fraction of its wait, and after at most this number of seconds
+RARER, RAREST = 0.1, 2.0  # a worker asks again after this fraction of its wait, and after this many seconds at most
 MANY = 64  # with more workers than these the pauses grow, so that all together ask no more often
 LATE = 30.0  # seconds of waiting before it prints once who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
@@ -86,7 +83,9 @@ class PeerStatus:
         return self.names[self.rank]
 
     def set_state(self, state: str, where: tuple[str, str]) -> None:
-        """Changes this worker's state; `where` (name, site) is its last collective."""
+        """Changes this worker's state: its script has `ended`, it has `met` the others at their ends, it has `closed`
+        its group, or it has `failed`. `where` (name, site) is its last collective.
+        """
         self.local_status = {**self.local_status, "state": state, "name": where[0], "site": where[1]}
 
     def publish(self) -> None:
@@ -121,8 +120,16 @@ class PeerStatus:
         """Whether each worker has published that it has come as far as this one, or comes no further."""
         sequence = self.local_status["sequence"]
         return all(
-            status and (status["sequence"] >= sequence or status["state"] in ("ended", "failed")) for status in statuses
+            status and (status["sequence"] >= sequence or self._has_ended(status) or status["state"] == "failed")
+            for status in statuses
         )
+
+    def _has_ended(self, status: dict[str, Any]) -> bool:
+        """Whether a worker takes part in no more collectives. Once all have met, those whose scripts have ended do,
+        also one that has not seen it yet.
+        """
+        state: str = status["state"]
+        return state == "closed" or (state == "ended" and self.local_status["state"] != "met")
 
     def look(self, waited: float, missing: Sequence[int], wait: float = 0.0) -> None:
         """Looks for the reason of a long wait in the others' statuses, and raises it.
@@ -148,41 +155,31 @@ class PeerStatus:
             raise error
         if waited > LATE and not self._has_warned:
             self._has_warned = True
-            sequence = self.local_status["sequence"]
-            late = missing or [
-                r for r, status in enumerate(statuses) if status is None or status["sequence"] < sequence
-            ]
-            say(
-                f"paceline: worker {self.name} has waited {waited:.0f} s in {self.local_status['name']} "
-                f"({self.local_status['site']}) for {workers([self.names[rank] for rank in late])}",
-            )
+            sequence, name, site = map(self.local_status.__getitem__, ("sequence", "name", "site"))
+            late = missing or [r for r, one in enumerate(statuses) if one is None or one["sequence"] < sequence]
+            whom = workers([self.names[rank] for rank in late])
+            say(f"paceline: worker {self.name} has waited {waited:.0f} s in {name} ({site}) for {whom}")
 
     def _trouble(self, statuses: Sequence[dict[str, Any] | None]) -> PacelineError | None:
         """The error if a worker is in another collective of the same number, or has ended or failed."""
-        for status in statuses:
-            if status is None:
-                continue
-            is_elsewhere = (
-                status["sequence"] == self.local_status["sequence"] and status["name"] != self.local_status["name"]
-            )
-            if is_elsewhere or status["state"] == "ended":
-                return self._mismatch(statuses)
-        for rank, status in enumerate(statuses):
-            if status is not None and status["state"] == "failed":
-                failed = self.names[rank]
-                return PeerLostError(
-                    f"worker {self.name} waited in {self.local_status['name']} for worker {failed}, which failed",
-                    f"see the log of worker {failed}",
-                )
+        sequence, name = self.local_status["sequence"], self.local_status["name"]
+        published = [(self.names[rank], status) for rank, status in enumerate(statuses) if status is not None]
+        elsewhere = (status["sequence"] == sequence and status["name"] != name for _, status in published)
+        if any(elsewhere) or any(self._has_ended(status) for _, status in published):
+            return self._mismatch(statuses)
+        for worker, status in published:
+            if status["state"] == "failed":
+                what = f"worker {self.name} waited in {name} for worker {worker}, which failed"
+                return PeerLostError(what, f"see the log of worker {worker}")
         return None
 
     def _mismatch(self, statuses: Sequence[dict[str, Any] | None]) -> CollectiveMismatchError:
         ranks_by_status: dict[tuple[str, str], list[int]] = {}
         sequence = self.local_status["sequence"]
         for rank, status in enumerate(statuses):
-            if status is None or (status["state"] != "ended" and status["sequence"] != sequence):
+            if status is None or (not self._has_ended(status) and status["sequence"] != sequence):
                 continue
-            what = "ended after " if status["state"] == "ended" else ""
+            what = "ended after " if self._has_ended(status) else ""
             where = f"{status['name']} at {status['site']}" if status["site"] else status["name"]
             ranks_by_status.setdefault((what, where), []).append(self.names[rank])
         summary = ", ".join(
@@ -302,6 +299,9 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
             future.set_result(call())
         except (RuntimeError, PacelineError) as error:
             future.set_exception(error)
+        finally:
+            if not future.done():  # after an error that nobody expects, which the thread prints
+                future.cancel()
 
     threading.Thread(target=run, name="paceline-side", daemon=True).start()
     return future
