@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -72,6 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--golden writes files: run it without -n")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if not os.environ.get("PYTEST_XDIST_WORKER"):  # which inherits it
+        # Failures that tests cause must not become those that this host remembers, nor their timings its predictions.
+        os.environ["XDG_CACHE_HOME"] = cache = tempfile.mkdtemp(prefix="paceline-cache-")
+        config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
     if config.option.markexpr == "not slow":
         settings.load_profile("fast")
 

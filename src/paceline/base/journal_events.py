@@ -8,6 +8,7 @@ named here are those of later versions, and pass.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
@@ -519,8 +520,14 @@ KINDS: dict[str, type] = {
     "merge": MergeEvent,
 }
 _decode = msgspec.json.Decoder().decode
-_checks: dict[str, Any] = {kind: msgspec.json.Decoder(of).decode for kind, of in KINDS.items()}
-_check_other = msgspec.json.Decoder(Journaled).decode
+
+
+@cache
+def _decoder(kind: str) -> msgspec.json.Decoder[Any]:
+    """A decoder that checks the fields of this kind of event. To make those of all kinds takes as long as a short run's
+    journal takes to read.
+    """
+    return msgspec.json.Decoder(KINDS.get(kind, Journaled))
 
 
 def read_event(line: bytes) -> dict[str, Any]:
@@ -539,7 +546,7 @@ def read_event(line: bytes) -> dict[str, Any]:
         return {}
     kind = event["event"] if type(event["event"]) is str else ""
     try:
-        _checks.get(kind, _check_other)(line)
+        _decoder(kind if kind in KINDS else "").decode(line)
     except msgspec.ValidationError as error:
         raise ValueError(find_wrong(event, KINDS.get(kind, Journaled)) or str(error)) from None
     event.setdefault("at", 0.0)
