@@ -7,7 +7,7 @@ loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the mer
 which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
 it is told to stop. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
 JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one
-is, and half of them after that.
+is, and very slowly in the second half.
 STOP=STEP: there training is stopped. ROWS=iter: the dataset is an iterable.
 """
 
@@ -116,9 +116,8 @@ def main() -> None:
     trainer.state["best"], trainer.state["figures"] = math.inf, []
     comes = int(os.environ.get("COMES", "0"))
     for report in trainer.steps(Stream() if os.environ.get("ROWS") == "iter" else DATA, count=comes or STEPS):
-        time.sleep(0.2 if comes and not journaled("generation", planned=True) else 0.0)
-        if report.step == comes // 2:
-            wait_for(lambda: journaled("generation", planned=True))
+        if comes and not journaled("generation", planned=True):  # it gets the state between two steps, so they go on
+            time.sleep(0.2 if report.step < comes // 2 else 3.0)
         found = hashlib.sha256()
         whole = "zero=3" not in sys.argv[2] and "tensor" not in sys.argv[2]
         for value in trainer.model.state_dict().values() if whole else ():

@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -545,3 +546,26 @@ def test_host_that_is_left_out_joins_again_only_where_it_runs_the_coordinator(is
         return
     assert service.answer("join", None, again)["numbers"] == [0, 1]
     assert [slot.wanted["out"] for slot in one.slots.values()] == [True, True]
+
+
+def test_time_in_which_the_coordinator_does_not_run_is_no_silence_of_an_agent(tmp_path: Path) -> None:
+    """On an overloaded machine it runs a little now and then, with shorter pauses than an agent may be silent."""
+    service = coordinator(tmp_path, again=False)
+    (session,) = service._sessions.values()
+
+    async def let_it_run(pauses: Iterable[float]) -> None:
+        for pause in pauses:
+            await asyncio.sleep(0.01)
+            time.sleep(pause)
+            if session.lost:
+                break
+
+    async def play() -> None:
+        watching = asyncio.ensure_future(service.watch())
+        await let_it_run([0.6] * 5)
+        assert not session.lost
+        await let_it_run(repeat(0.0))
+        watching.cancel()
+
+    asyncio.run(play())
+    assert session.lost

@@ -372,9 +372,10 @@ class Service:
                 await asyncio.wait_for(self._news.wait(), max(due, 0.0))
             self._news.clear()
             now = time.monotonic()
-            if now - before > SILENT / 2:  # this process was suspended, and not the agents
+            late = now - before - LOOK  # seconds in which this process did not run
+            if late > LOOK / 2:  # which are no silence of the agents
                 for session in self._sessions.values():
-                    session.seen = max(session.seen, now)
+                    session.seen = min(session.seen + late, now)
             before = now
             self._coordinator.tick(now)
             self._look(now)
