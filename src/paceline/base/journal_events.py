@@ -520,14 +520,8 @@ KINDS: dict[str, type] = {
     "merge": MergeEvent,
 }
 _decode = msgspec.json.Decoder().decode
-
-
-@cache
-def _decoder(kind: str) -> msgspec.json.Decoder[Any]:
-    """A decoder that checks the fields of this kind of event. To make those of all kinds takes as long as a short run's
-    journal takes to read.
-    """
-    return msgspec.json.Decoder(KINDS.get(kind, Journaled))
+# What checks an event of a kind, made with the first one: all of them take as long as a short journal.
+_decoder: Any = cache(lambda kind: msgspec.json.Decoder(KINDS.get(kind, Journaled)))
 
 
 def read_event(line: bytes) -> dict[str, Any]:
