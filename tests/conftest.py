@@ -74,8 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--golden writes files: run it without -n")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if not os.environ.get("PYTEST_XDIST_WORKER"):  # which inherits it
-        # Failures that tests cause must not become those that this host remembers, nor their timings its predictions.
+    if not os.environ.get("PYTEST_XDIST_WORKER"):  # xdist's workers inherit the variable
+        # Tests must not write into the user's cache: it keeps this host's failures, and corrections of predictions.
         os.environ["XDG_CACHE_HOME"] = cache = tempfile.mkdtemp(prefix="paceline-cache-")
         config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
     if config.option.markexpr == "not slow":

@@ -11,7 +11,7 @@ from subprocess import PIPE
 
 import pytest
 from agents import journal, until
-from launching import paceline, said_by
+from launching import paceline, stderr_of
 from warm import Process, environment
 
 TELLS, ENDS = 2, 3  # seconds after which a worker is told of, and ended; more where steps are slow
@@ -338,7 +338,7 @@ def test_hang_on_another_host_is_reported_on_every_console(tmp_path: Path) -> No
     first = Process([*run, "--run-dir", "out", "--hang-timeout", "0", "train.py"], paced, cwd=tmp_path, stderr=PIPE)
     until(lambda: (tmp_path / "out" / "coordinator.json").exists())
     joined = Process([*run, "--join", "out", "--hang-timeout", str(ENDS), "train.py"], paced, cwd=tmp_path, stderr=PIPE)
-    said = said_by((first, joined))
+    said = stderr_of((first, joined))
     assert (first.returncode, joined.returncode) == (0, 0), "\n".join(said)
     line = place(tmp_path, "time.sleep(600)", "loss")
     (told, *_), (ended,) = waited(tmp_path, ended=False)[1], waited(tmp_path, ended=True)[1]

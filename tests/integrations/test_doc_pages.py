@@ -38,7 +38,7 @@ def file_of(page: str, name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # that of Ray Tune takes 80 s on a quiet machine
+@pytest.mark.timeout(600)  # the page with Ray Tune takes 80 s on a quiet machine
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_print_what_it_says(page: str, tmp_path: Path) -> None:
     for name, other in FILES.items():

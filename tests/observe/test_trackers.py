@@ -150,7 +150,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     wandb.teardown()  # it has read the variables
     number = log_run(tmp_path, "wandb:team/digits", upload=True)
-    wandb.teardown()  # its service writes the files, and has done so when it has ended
+    wandb.teardown()  # ends the service that writes the files
     values: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     config, summary, runs = {}, {}, []
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

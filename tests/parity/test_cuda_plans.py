@@ -13,7 +13,7 @@ from subprocess import PIPE, Popen
 import numpy as np
 import pytest
 import torch
-from launching import free_port, train_basics
+from launching import free_port, stderr_of, train_basics
 from safetensors.numpy import load_file
 from test_gpu_tensors_through_host import SEVERAL
 from torch.distributed.fsdp import FSDPModule
@@ -135,7 +135,7 @@ def test_cuda_codec_of_gradients_between_hosts(plan, tmp_path):
             Popen([*APART, SCRIPTS / "linear.py", "out", "9"], env=environment(**shared, RANK=str(rank)), **given)
             for rank in range(4)
         ]
-        said = [worker.communicate(timeout=120)[1] for worker in workers]
+        said = stderr_of(workers)
         assert [worker.returncode for worker in workers] == [0] * 4, said
         assert re.search(r"^codec=.* between \d hosts", said[0], re.M), said[0]
         ends[device] = load_file(folder / "out.safetensors")

@@ -14,7 +14,7 @@ from covering import pairwise
 from expert_models import EXPERT_MODELS
 from fault_runs import LONG, Calm, fired, outcome, train
 from fault_runs import calm as calm
-from launching import SCRIPTS, said_by, train_basics
+from launching import SCRIPTS, stderr_of, train_basics
 from mixtures import check_cases, train_cases
 from warm import Process, environment
 
@@ -150,7 +150,7 @@ def test_replicas_with_experts_that_join_a_run(
     second = Process(joins, env, cwd=tmp_path, stderr=PIPE)
     until(lambda: any(len(event["workers"]) == workers + joining for event in journal(run, "formed")))  # type: ignore[arg-type]
     gate.write_text("go\n")
-    texts = said_by((first, second))
+    texts = stderr_of((first, second))
     assert (first.returncode, second.returncode) == (0, 0), "\n".join(texts)
     calm.meets(outcome(tmp_path, texts[0]), steps)
 

@@ -194,7 +194,8 @@ def test_without_a_run_folder_the_end_of_the_script_finds_weights_that_differ(
 
 
 LATE = """
-import time
+import sys, time
+from types import SimpleNamespace
 from paceline.comm import communicator
 
 t = make()
@@ -202,22 +203,18 @@ for report in t.steps(data, count=4):
     if report.step == 3:
         break  # so that all compare their weights at the end
 if rank == 1:
-    class Late:
-        monotonic, perf_counter = time.monotonic, time.perf_counter
+    def sleep(seconds):
+        print("late", file=sys.stderr)
+        time.sleep(2.5)
 
-        @staticmethod
-        def sleep(seconds):
-            print("late", file=sys.stderr)
-            time.sleep(2.5)
-
-    communicator.time = Late
+    communicator.time = SimpleNamespace(sleep=sleep)
 """
 
 
 def test_a_worker_that_sees_late_that_all_have_ended_disturbs_nobody(tmp_path: Path) -> None:
-    """The others wait for it in what follows after the script's end: it has not gone."""
+    """The others wait for it in the collectives that follow the end of the script."""
     script = tmp_path / "train.py"
-    script.write_text(f"import sys\nfrom basics import *\n{HEAD}{LATE}")
+    script.write_text(f"from basics import *\n{HEAD}{LATE}")
     ends = without_an_agent(script, script, script)
     assert [code for code, _ in ends] == [0, 0, 0], ends
     assert ends[1][1].count("late\n") == 1

@@ -6,8 +6,8 @@ worker is killed, once, when it has made so many steps of the round that begins 
 loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the merge of that round has been decided, for
 which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
 it is told to stop. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
-JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one
-is, and very slowly in the second half.
+JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: trains for so many steps,
+slowly until a newcomer is about to be admitted, and in the second half very slowly.
 STOP=STEP: there training is stopped. ROWS=iter: the dataset is an iterable.
 """
 
@@ -116,7 +116,7 @@ def main() -> None:
     trainer.state["best"], trainer.state["figures"] = math.inf, []
     comes = int(os.environ.get("COMES", "0"))
     for report in trainer.steps(Stream() if os.environ.get("ROWS") == "iter" else DATA, count=comes or STEPS):
-        if comes and not journaled("generation", planned=True):  # it gets the state between two steps, so they go on
+        if comes and not journaled("generation", planned=True):  # a newcomer gets the state between two steps
             time.sleep(0.2 if report.step < comes // 2 else 3.0)
         found = hashlib.sha256()
         whole = "zero=3" not in sys.argv[2] and "tensor" not in sys.argv[2]

@@ -126,21 +126,21 @@ def without_an_agent(
         Process([sys.executable, *words], environment(**shared, RANK=str(rank)), cwd=cwd, stderr=PIPE)
         for rank, words in enumerate([script] if isinstance(script, Path) else script for script in scripts)
     ]
-    return [(worker.returncode, text) for worker, text in zip(workers, said_by(workers), strict=True)]
+    return [(worker.returncode, text) for worker, text in zip(workers, stderr_of(workers), strict=True)]
 
 
-def said_by(workers: Sequence[Process], timeout: float = 120) -> list[str]:
-    """What each of these wrote to stderr until it ended. AssertionError with all of it, and with the stacks of those
-    that have not ended in `timeout` seconds.
+def stderr_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Waits for processes, and returns what each of them wrote to stderr. AssertionError with all of it, and with the
+    stacks of processes that still run after two minutes.
     """
     try:
-        return [worker.communicate(timeout=timeout)[1] for worker in workers]
+        return [process.communicate(timeout=120)[1] for process in processes]
     except subprocess.TimeoutExpired:
-        running = [worker for worker in workers if worker.poll() is None]
-        for worker in running:
-            worker.send_signal(signal.SIGABRT)  # faulthandler writes its stacks
-        texts = [f"worker {rank}:\n{worker.communicate()[1]}" for rank, worker in enumerate(workers)]
-        raise AssertionError(f"{len(running)} workers were still running\n" + "\n".join(texts)) from None
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGABRT)  # faulthandler then writes the stacks
+        texts = [f"process {number}:\n{process.communicate()[1]}" for number, process in enumerate(processes)]
+        raise AssertionError(f"{len(running)} processes were still running\n" + "\n".join(texts)) from None
 
 
 @contextmanager

@@ -520,8 +520,8 @@ KINDS: dict[str, type] = {
     "merge": MergeEvent,
 }
 _decode = msgspec.json.Decoder().decode
-# What checks an event of a kind, made with the first one: all of them take as long as a short journal.
-_decoder: Any = cache(lambda kind: msgspec.json.Decoder(KINDS.get(kind, Journaled)))
+# A decoder is made with the first event of its type: making all of them takes as long as reading a short journal.
+_decoder = cache(msgspec.json.Decoder)
 
 
 def read_event(line: bytes) -> dict[str, Any]:
@@ -538,10 +538,10 @@ def read_event(line: bytes) -> dict[str, Any]:
         raise ValueError(str(error)) from None
     except ValueError:  # no JSON, or not UTF-8
         return {}
-    kind = event["event"] if type(event["event"]) is str else ""
+    event_type = KINDS.get(event["event"], Journaled) if type(event["event"]) is str else Journaled
     try:
-        _decoder(kind if kind in KINDS else "").decode(line)
+        _decoder(event_type).decode(line)
     except msgspec.ValidationError as error:
-        raise ValueError(find_wrong(event, KINDS.get(kind, Journaled)) or str(error)) from None
+        raise ValueError(find_wrong(event, event_type) or str(error)) from None
     event.setdefault("at", 0.0)
     return event

@@ -125,8 +125,8 @@ class PeerStatus:
         )
 
     def _has_ended(self, status: dict[str, Any]) -> bool:
-        """Whether a worker takes part in no more collectives. Once all have met, those whose scripts have ended do,
-        also one that has not seen it yet.
+        """Whether a worker takes part in no more collectives. After this worker has met all others, a peer that still
+        publishes `ended` has only not noticed the meeting yet, and does take part.
         """
         state: str = status["state"]
         return state == "closed" or (state == "ended" and self.local_status["state"] != "met")
@@ -155,7 +155,7 @@ class PeerStatus:
             raise error
         if waited > LATE and not self._has_warned:
             self._has_warned = True
-            sequence, name, site = map(self.local_status.__getitem__, ("sequence", "name", "site"))
+            sequence, name, site = (self.local_status[key] for key in ("sequence", "name", "site"))
             late = missing or [r for r, one in enumerate(statuses) if one is None or one["sequence"] < sequence]
             whom = workers([self.names[rank] for rank in late])
             say(f"paceline: worker {self.name} has waited {waited:.0f} s in {name} ({site}) for {whom}")

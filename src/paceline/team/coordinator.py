@@ -335,7 +335,7 @@ class Coordinator:
     @property
     def undecided(self) -> bool:
         """Whether the coordinator has not decided yet about something that was reported, or is about to restart a
-        worker: an agent without another one waits for that.
+        worker. An agent that has no other worker must not end before that.
         """
         restarts = bool(self._delayed_starts) and not (self.failing or self.stop)
         return self.recovering < math.inf or bool(self._new_exceptions) or restarts

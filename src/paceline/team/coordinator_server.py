@@ -372,8 +372,8 @@ class Service:
                 await asyncio.wait_for(self._news.wait(), max(due, 0.0))
             self._news.clear()
             now = time.monotonic()
-            late = now - before - LOOK  # seconds in which this process did not run
-            if late > LOOK / 2:  # which are no silence of the agents
+            late = now - before - LOOK
+            if late > LOOK / 2:  # this process did not run meanwhile, so that time says nothing about the agents
                 for session in self._sessions.values():
                     session.seen = min(session.seen + late, now)
             before = now

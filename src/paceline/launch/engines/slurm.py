@@ -134,7 +134,7 @@ def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
 
 
 def of_any_node(asked: Sequence[str]) -> list[str]:
-    """Returns the options `asked` without those that name or count nodes: a further job needs one new node, any one."""
+    """Returns the options `asked` without those that name or count nodes: a replacement job may get any other node."""
     left, words = [], iter(asked)
     for word in words:
         if word in OF_NODES:
