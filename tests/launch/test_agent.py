@@ -71,7 +71,7 @@ def test_worker_environment_variables(launcher: Launcher) -> None:
         assert environment.pop("PACELINE_EVENTS_FD").isdigit()
         assert environment.pop("OMP_NUM_THREADS") == str(max(1, len(os.sched_getaffinity(0)) // 3))
         assert environment.pop("PACELINE_STORE_FD").isdigit()
-        assert environment.pop("PACELINE_ORDERS_FD").isdigit()
+        assert environment.pop("PACELINE_COMMANDS_FD").isdigit()
         assert environment.pop("PACELINE_PULSE_FD").isdigit()
         assert environment.pop("PACELINE_AGENT").isdigit()
         assert environment == {

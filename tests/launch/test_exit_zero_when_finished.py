@@ -168,9 +168,9 @@ LATER = """
 import urllib.request
 event("join")
 def order():
-    line = orders.readline()
+    line = commands.readline()
     return json.loads(line)["number"] if "number" in line else order()
-orders = os.fdopen(int(os.environ["PACELINE_ORDERS_FD"]))
+commands = os.fdopen(int(os.environ["PACELINE_COMMANDS_FD"]))
 if RANK == 0 and "PACELINE_NEWCOMER" not in os.environ:
     event("ready")
     mark("up")

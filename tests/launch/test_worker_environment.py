@@ -125,7 +125,7 @@ def test_store_ports_are_spread_below_ephemeral_ports():
     assert len(set(ports)) > 1850  # drawn at random it would be 1903 on average
 
 
-NUMBERS = ("STORE_FD", "EVENTS_FD", "ORDERS_FD", "JOIN_TIMEOUT", "KEEP", "MAX_STEPS")
+NUMBERS = ("STORE_FD", "EVENTS_FD", "COMMANDS_FD", "JOIN_TIMEOUT", "KEEP", "MAX_STEPS")
 PACELINE = {"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": "127.0.0.1:5"}
 
 

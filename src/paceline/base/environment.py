@@ -37,7 +37,7 @@ class World:
     world of one); where `store_fd` is set, this worker serves the store on that inherited listening socket. `job` tells
     this start of workers from others that may come to the same store. `join_timeout` is in seconds.
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
-    micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
+    micro-batches. `commands_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
     for one that it belongs to; workers that are too few `hold` after their first step. `members` are the workers of its
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
@@ -69,7 +69,7 @@ class World:
     mirror_at: tuple[str, int, str] | None = None
     max_steps: int | None = None
     check: str | None = None
-    orders_fd: int | None = None
+    commands_fd: int | None = None
     newcomer: bool = False
     hold: bool = False
     chaos: str = ""
@@ -234,8 +234,8 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
     local_rank = _first(env, names[2], default=rank)
     local_size = _tasks_here(env) if launcher == "srun" else 0
     store, job = _address(env, launcher, rank) if size > 1 or newcomer else (None, "")
-    fds = {name: _number(env, f"PACELINE_{name}_FD", -1) for name in ("STORE", "EVENTS", "ORDERS")}
-    store_fd, events, orders = (fd if fd >= 0 else None for fd in fds.values())
+    fds = {name: _number(env, f"PACELINE_{name}_FD", -1) for name in ("STORE", "EVENTS", "COMMANDS")}
+    store_fd, events, commands = (fd if fd >= 0 else None for fd in fds.values())
     shares = env.get("PACELINE_SHARES")
     every, _, mirror = env.get(MIRROR, "").partition(":")
     mirror_host, mirror_port, salt = (*env.get(MIRROR_AT, "").rsplit(":", 2), "", "")[:3]
@@ -261,7 +261,7 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         mirror_at=(mirror_host, parse_whole(f"{MIRROR_AT}=", mirror_port), salt) if salt else None,
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0, least=1) or None,
         check=env.get("PACELINE_CHECK") or None,
-        orders_fd=orders,
+        commands_fd=commands,
         newcomer=newcomer,
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),

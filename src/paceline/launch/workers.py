@@ -285,10 +285,10 @@ class Workers:
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         commands, worker_end = socket.socketpair()
         pulse = HeartbeatView()
-        descriptors = {"EVENTS": pipes["events"][1], "ORDERS": worker_end.fileno(), "STORE": listener.fileno()}
+        descriptors = {"EVENTS": pipes["events"][1], "COMMANDS": worker_end.fileno(), "STORE": listener.fileno()}
         descriptors["PULSE"] = pulse.fd
         if not self._options.max_restarts or self._options.raw:
-            del descriptors["ORDERS"]
+            del descriptors["COMMANDS"]
         wanted = WorkerProgram(
             f"paceline {called(rank).removeprefix('worker-')}",
             self._options.program,

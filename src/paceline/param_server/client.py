@@ -368,8 +368,8 @@ class ServerReplica(Replica):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: it steps elsewhere
         self.updater.follow_schedule(agreed)
 
-    def kept(self) -> list[bytearray]:
-        """The packed optimizer state of each part, from the servers."""
+    def optimizer_state(self) -> list[bytearray]:
+        """Returns the packed optimizer state of each part, from the servers."""
         about = Kind.KEPT, self.number, self.key, lambda *_: b""
         return [frame.text for frame in self.servers.hear(self.servers.ask(*about), *about)]
 

@@ -105,7 +105,7 @@ def add_server_state(context: StepContext, done: int | None) -> dict[str, Any]:
     state, servers = context.state(), context.run.servers
     if done is None or servers is None or not servers.met:
         return state
-    for text in server_replica(context).kept():
+    for text in server_replica(context).optimizer_state():
         parts = unpack(torch.frombuffer(text, dtype=torch.uint8))
         for optimizer, part in zip(state["optimizers"], parts, strict=True):
             # Optimizers also change numbers in their groups, as the step size that Prodigy estimates.

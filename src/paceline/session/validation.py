@@ -298,7 +298,7 @@ def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
         over = f" (over the script's {script!r})" if script and script != world.plan else ""
         text, origin = world.plan, world.plan_origin + over
     plan = Plan.parse(text).validate(world.size)
-    if plan.server and world.orders_fd is None:
+    if plan.server and world.commands_fd is None:
         what = f"server={plan.server} needs additional server processes, which only `paceline run` starts"
         raise PlanError(
             what, "start the script with `paceline run`, without --max-restarts 0, or remove server= from the plan"

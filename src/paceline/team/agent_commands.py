@@ -50,8 +50,8 @@ class Generation:
 
 
 class AgentCommands:
-    """Receives the agent's commands in a thread; docs/reference/worker-protocol.md calls them orders to a worker.
-    Without an agent (`fd` is None) there are none.
+    """Receives the agent's commands in a thread; docs/reference/worker-protocol.md lists them. Without an agent (`fd`
+    is None) there are none.
 
     The thread calls `on_urgent` with each generation that must be entered at once, and `on_newcomers` when newcomers
     are `coming` (by number: the address where each receives the state).

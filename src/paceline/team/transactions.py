@@ -161,7 +161,7 @@ class Transactions:
         self.migration = Migration(self.worker, self._key)
         self.ahead = True  # whether this worker has the sums of steps, which newcomers receive ahead
         self._followed = False  # whether much of the state came ahead
-        self.commands = AgentCommands(world.orders_fd, self._on_urgent_generation, self._meet_newcomers)
+        self.commands = AgentCommands(world.commands_fd, self._on_urgent_generation, self._meet_newcomers)
 
     def _key(self, salt: str) -> bytes:
         """The key of a connection over which the state goes."""
@@ -170,7 +170,7 @@ class Transactions:
     @property
     def elastic(self) -> bool:
         """Whether the team can survive losses: there is an agent, and a state to hand over."""
-        return self.world.orders_fd is not None and self.state_owner is not None
+        return self.world.commands_fd is not None and self.state_owner is not None
 
     @property
     def done(self) -> int:
@@ -354,7 +354,7 @@ class Transactions:
         The first call announces that the loop survives losses, and makes a newcomer wait until it is admitted. Each
         later call enters the next generation: after a `lost` peer, or a planned one.
         """
-        if self.world.orders_fd is None:
+        if self.world.commands_fd is None:
             if lost is not None:
                 raise lost
             return

@@ -129,7 +129,7 @@ class Context:
                 self.begin()
                 return
             except PeerLostError as error:
-                if lost is error or self.team.world.orders_fd is None:
+                if lost is error or self.team.world.commands_fd is None:
                     raise
                 lost = error
 

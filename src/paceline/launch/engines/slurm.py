@@ -121,12 +121,8 @@ def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
     ``scontrol show job`` prints `about`. Slurm would forget them for a further job that excludes nodes, too.
     """
     nodes = re.findall(r"\bExcNodeList=(?!\(null\))(\S+)", about)
-    words, named = iter(asked), ""
-    for word in words:
-        if word in ("-x", "--exclude"):
-            named = next(words, "")
-        elif given := re.fullmatch(r"(?:-x|--exclude=)(.+)", word):
-            named = given[1]
+    values, _ = _take_options(asked, ("-x", "--exclude"))
+    named = values[-1] if values else ""
     if "/" in named:  # a file of names
         with suppress(OSError):
             named = ",".join(Path(named).read_text().split())
@@ -135,13 +131,25 @@ def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
 
 def of_any_node(asked: Sequence[str]) -> list[str]:
     """Returns the options `asked` without those that name or count nodes: a replacement job may get any other node."""
-    left, words = [], iter(asked)
+    _, others = _take_options(asked, OF_NODES)
+    return others
+
+
+def _take_options(asked: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the values of the options with these `names`, and the words of the others. A value follows as the next
+    word, or in the same word: `-x a`, `-xa`, `--exclude a` or `--exclude=a`.
+    """
+    values, others, words = list[str](), list[str](), iter(asked)
     for word in words:
-        if word in OF_NODES:
-            next(words, "")  # its value
-        elif not any(word.startswith(f"{name}=" if name.startswith("--") else name) for name in OF_NODES):
-            left.append(word)
-    return left
+        prefixes = (f"{name}=" if name.startswith("--") else name for name in names)
+        prefix = next((one for one in prefixes if word.startswith(one)), None)
+        if word in names:
+            values.append(next(words, ""))
+        elif prefix is not None:
+            values.append(word.removeprefix(prefix))
+        else:
+            others.append(word)
+    return values, others
 
 
 def directive(word: str) -> str:

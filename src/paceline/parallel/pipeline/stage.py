@@ -258,7 +258,7 @@ class Pipeline:
                 if stage == self.last:
                     return mode.real(output)
         except StageBoundaryError:
-            values = tuple(mode.kept.values())
+            values = tuple(mode.kept_outputs.values())
             return values if self._is_script_call else self.job.end_forward(values)
         finally:
             self._forward_mode, self._last_mode, self.job.passing = None, mode, False
@@ -332,7 +332,7 @@ class Pipeline:
         if stage == self.last:
             return output
         outputs = list[torch.Tensor]()
-        made = dict(zip(self._last_mode.kept, self.job.gather_output(output), strict=True))
+        made = dict(zip(self._last_mode.kept_outputs, self.job.gather_output(output), strict=True))
         for key in outgoing:
             value = made.get(key, inputs.values.get(key))
             value = self._local_param(key) if value is None else value

@@ -102,7 +102,7 @@ class StageForwardMode(TorchFunctionMode):
         self._is_paused = False  # whether calls are neither counted nor followed
         self.in_stage = local_blocks.start == 0  # whether the stage's first block was reached
         self.forms: list[Any] = list(inputs.forms)  # structure of the results of all blocks up to the stage's end
-        self.kept: dict[Key, Tensor] = {}
+        self.kept_outputs: dict[Key, Tensor] = {}  # results of blocks that are wanted
         self.needs: set[Key] = set()
         self.later: Mapping[int, str] = {}  # names of parameters that later stages have, by identity
         self.redistributors: list[Redistributor] = []  # which send nothing for calls on stand-ins
@@ -239,7 +239,7 @@ class StageForwardMode(TorchFunctionMode):
         for number, tensor in enumerate(tensors_in([made])) if self.wanted else ():
             key = self._next, self._calls, number
             if key in self.wanted:
-                self.kept[key] = tensor
+                self.kept_outputs[key] = tensor
 
     def real(self, values: Any) -> Any:
         """Replaces the stand-ins in `values` by the tensors that earlier stages have sent."""
