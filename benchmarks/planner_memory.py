@@ -4,7 +4,7 @@
 
 It must run as root. A situation is a model, a number of workers, and a limit on the memory of each worker. `paceline
 plan --memory LIMIT` predicts all plans and tries some of them. Then a plan is run with each worker in a memory
-cgroup that has this limit:
+cgroup that has this limit, and with a checkpoint after every second step:
 
 - in `--fit` situations the plan that needs most memory among those predicted to fit: none of its workers may be killed;
 - in `--not` situations a plan that is predicted to need `BEYOND` times the limit: it should fail.
@@ -118,6 +118,7 @@ class Situation:
         """The exit code of a run under a plan, each of whose workers may take `limit` bytes."""
         with tempfile.TemporaryDirectory() as folder, groups(self.workers, limit) as group:
             words = ["run", "--workers", str(self.workers), "--plan", plan, "--run-dir", f"{folder}/run"]
+            words += ["--save-every", "2"]
             command = [sys.executable, "-m", "paceline", *words, "--max-restarts", "0", "--quiet", *self.script(steps)]
             done = subprocess.run(
                 command, env={**environment(), "PLANNER_MEMORY_GROUP": group}, stderr=subprocess.PIPE, text=True
@@ -141,9 +142,14 @@ def situations() -> Iterator[tuple[Situation, str, float]]:
 def outcome(situation: Situation, one: dict[str, Any], limit: int, steps: int) -> dict[str, Any]:
     """Runs a plan under a limit, and returns what became of it."""
     code = situation.run(one["plan"], limit, steps)
-    said = f"{one['plan']} is said to need {one['memory'] / 1e6:.0f} MB"
+    said = f"{one['plan']} is said to need {need(one) / 1e6:.0f} MB"
     print(f"{situation.model} in {limit / 1e6:.0f} MB: {said}, ended with {code}", flush=True)
-    return {"model": situation.model, "limit": limit, "plan": one["plan"], "memory": one["memory"], "code": code}
+    return {"model": situation.model, "limit": limit, "plan": one["plan"], "need": need(one), "code": code}
+
+
+def need(one: dict[str, Any]) -> float:
+    """The bytes that a worker needs under a plan, with those of the copy from which it writes a checkpoint."""
+    return float(one["memory"] + one["checkpoint"])
 
 
 def main() -> None:
@@ -173,15 +179,15 @@ def main() -> None:
     for situation, at, times in situations():
         if len(fit) >= args.fit:
             break
-        limit = int(times * needs(situation)[at]["memory"] / 0.95)  # which `paceline plan` leaves free
+        limit = int(times * need(needs(situation)[at]) / 0.95)  # which `paceline plan` leaves free
         fitting = [one for one in situation.plan(*trials, "--memory", str(limit)).values() if one["fits"]]
         if fitting:
-            run(fit, situation, max(fitting, key=lambda one: one["memory"]), limit)
+            run(fit, situation, max(fitting, key=need), limit)
     for situation, at in ((Situation(model, 2), at) for model in MODELS for at in AT):
         if len(beyond) >= args.beyond:
             break
         one = needs(situation)[at]
-        run(beyond, situation, one, int(one["memory"] / BEYOND))
+        run(beyond, situation, one, int(need(one) / BEYOND))
     killed, failed = sum(one["code"] != 0 for one in fit), sum(one["code"] != 0 for one in beyond)
     print(f"of {len(fit)} plans that are said to fit, {killed} failed; of {len(beyond)} that are not, {failed}")
 

@@ -181,17 +181,21 @@ def test_workers_that_are_lost_for_good_are_not_waited_for(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.root
-def test_workers_that_join_are_used_under_another_plan(cluster, tmp_path):
+@pytest.mark.parametrize("spans", [False, True])
+def test_workers_that_join_are_used_under_another_plan(spans, cluster, tmp_path):
     """A pipeline of two workers cannot use a third one, which another host brings. That host follows the run to the new
-    plan, and the run ends on both.
+    plan, and the run ends on both. If the hosts share the checkpoints, the only replica of a plan may span them.
     """
     here: Cluster = cluster(2)
-    others = map(str, PIPELINE._plans(2, Plan.parse("pipeline=2").validate(2)))
-    known = msgspec.structs.replace(PIPELINE, refused=tuple(others))  # all plans for two workers
+    present, known = Plan.parse("pipeline=2").validate(2), msgspec.structs.replace(PIPELINE, spans=spans)
+    others = known._plans(2, present)
+    others += [plan for plan in known._plans(3, present, (2, 1)) if spans and (plan.shard, plan.zero) != (3, 1)]
+    known = msgspec.structs.replace(known, refused=tuple(map(str, others)))
     begun(tmp_path, known, 1, 'os.path.exists("go") and report.step % 100 == 0', name="run-0")
     code, path = (tmp_path / "train.py").read_text(), f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"
     here.variables = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    here.start(0, 2, "--plan", "auto", code=code)
+    saved = ("--checkpoints", str(tmp_path / "saved")) if spans else ()
+    here.start(0, 2, "--plan", "auto", *saved, code=code)
     here.until(lambda: here.status().get("step", 0) > 20)
     joined = here.start(1, 1, code=code)
     here.until(lambda: decisions(tmp_path, "run-0")[1:] and here.has(3, step=1), 120)
@@ -199,6 +203,7 @@ def test_workers_that_join_are_used_under_another_plan(cluster, tmp_path):
     here.end(0, 0)
     changed = decisions(tmp_path, "run-0")[-1]
     assert changed["workers"] == 3
+    assert Plan.parse(changed["plan"]).validate(3).mesh(3).data == (1 if spans else 3)
     assert changed["why"].startswith("3 instead of 2 workers can be used; ")
     assert len(starts(tmp_path, "run-0")) == 2
     assert joined.text.count("the plan of the run changes; the workers of this host join it again\n") == 1

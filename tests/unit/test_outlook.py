@@ -155,6 +155,16 @@ def test_workers_that_join_are_used_if_the_link_to_their_host_allows(history):
     assert known("pipeline=2").better(replace(both, link=(1e5, 1e-3)), history) is None
 
 
+def test_a_replica_spans_hosts_only_if_they_share_the_checkpoints(history):
+    both = now("pipeline=2", spare=1, hosts=(2, 1))
+    within = known("pipeline=2")
+    refused = tuple(map(str, within._plans(3, within.plan_for(2), both.hosts)))
+    assert msgspec.structs.replace(within, refused=refused).better(both, history) is None
+    change = msgspec.structs.replace(within, refused=refused, spans=True).better(both, history)
+    assert change is not None
+    assert Plan.parse(change.plan).validate(3).mesh(3).replica == 3
+
+
 def test_an_outlook_is_read_as_it_was_written(tmp_path):
     outlook = known("pipeline=2")
     outlook.write(tmp_path)

@@ -104,8 +104,8 @@ class _Trials:
         return tuple(min(each, workers - before) for before in range(0, workers, each))
 
     def run(self, folder: Path, options: LaunchOptions, request: dict[str, Any]) -> tuple[int, Any]:
-        """Runs the script in a fresh folder, as `rehearse` does. Trials with more workers than this host has begin once
-        all workers have come.
+        """Runs the script in a fresh folder, as `rehearse` does. All workers of a trial begin together: one that joined
+        the others would hold their state twice for a moment.
         """
         given, workers = self._options, options.workers
         if workers <= given.workers:
@@ -113,8 +113,7 @@ class _Trials:
         is_first, began = self.epoch == given.epoch, time.time()
         if is_first:
             say(f"waiting for {plural(workers - given.workers, 'worker')} of other hosts ...")
-        size = size_over_hosts(options.plan, given.workers, workers)
-        options = replace(options, workers=given.workers, size=size, begin=workers, trial=tuple(request["trial"]))
+        options = replace(options, workers=given.workers, size=workers, begin=workers, trial=tuple(request["trial"]))
         options = replace(options, listen=given.listen, port=self.port, epoch=self.epoch, token=self._token)
         options = replace(options, on_listening=self._listens, max_time=None if is_first else LONGEST)
         try:
@@ -157,6 +156,7 @@ def _choose(options: LaunchOptions, fixed_words: Plan, workers: int, trials: _Tr
     """Tries plans for `workers` workers. A plan whose replicas span hosts is not chosen if their checkpoints would have
     no folder, unless the words say so.
     """
+    spans = options.checkpoints is not None or bool(layout_of(fixed_words))
     with tempfile.TemporaryDirectory(prefix="paceline-auto-") as folder:
         done = newest_checkpoint(Path(options.run_dir)) if options.run_dir else None
         question = Question(
@@ -168,7 +168,7 @@ def _choose(options: LaunchOptions, fixed_words: Plan, workers: int, trials: _Tr
             part=PART,
             most=options.max_steps or math.inf,
             done=done or 0,
-            spans=options.checkpoints is not None or bool(layout_of(fixed_words)),
+            spans=spans,
         )
         if trials is not None:
             hosts = trials.hosts(workers)
@@ -181,7 +181,7 @@ def _choose(options: LaunchOptions, fixed_words: Plan, workers: int, trials: _Tr
             f"no plan fits into the memory of {plural(workers, 'worker')} of {in_one_line(options.script)}",
             "use more workers, on other hosts",
         )
-    words, outlook = words_of(best.plan), Outlook.of(answer, fixed_words)
+    words, outlook = words_of(best.plan), Outlook.of(answer, fixed_words, spans)
     return ChosenPlan(words, options.plan or "", workers, f"the plan is {words!r}", _reason(answer), outlook)
 
 

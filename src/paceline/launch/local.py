@@ -135,7 +135,10 @@ def _other_plan(options: LaunchOptions, code: int, agent: Agent) -> LaunchOption
     """Returns the options with another plan, if the run goes on with one."""
     from paceline.launch.plan_watch import next_options  # not with every run
 
-    return next_options(options, code, agent.change, agent.has_trained)
+    other = next_options(options, code, agent.change, agent.has_trained)
+    if other is None or other.chosen is None:
+        return None
+    return replace(other, size=size_over_hosts(other.plan, other.workers, other.chosen.workers))
 
 
 def _say(options: LaunchOptions, text: str) -> None:

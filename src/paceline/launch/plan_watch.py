@@ -21,7 +21,7 @@ from paceline.errors import PlanError
 from paceline.launch.options import ChosenPlan, LaunchOptions
 from paceline.launch.workers import Worker
 from paceline.plan import Plan
-from paceline.planner.candidates import words_to_join
+from paceline.planner.candidates import words_over
 from paceline.planner.choose import milliseconds
 from paceline.planner.descriptions import ALIKE
 from paceline.planner.history import HISTORY, History
@@ -75,8 +75,9 @@ def _with_change(options: LaunchOptions, change: PlanChange) -> LaunchOptions:
     about = chosen.outlook.changed(change), options, change.now
     another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, *about)
     workers = min(options.workers, change.now.started)
-    words = change.plan if workers == change.workers else words_to_join(Plan.parse(change.plan))
-    return replace(options, plan=words, workers=workers, size=0, chosen=another, begin=1)
+    plan = replace(Plan.parse(change.plan), data=None).validate(change.workers)
+    words = change.plan if workers == change.workers else words_over(plan, change.now.hosts)
+    return replace(options, plan=words, workers=workers, chosen=another, begin=1)
 
 
 def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:

@@ -49,6 +49,8 @@ def candidates(
         for words in _variants(base, model, workers, allowed, free_micro, stated):
             changes = {name: value for name, value in {**layout, **words}.items() if name not in stated}
             plan = _with(base, changes)
+            if "codec" in changes and not _sums_gradients(plan, workers):
+                continue  # the same as without the codec
             try:
                 plan = plan.validate(workers)
             except PlanError as error:
@@ -125,6 +127,11 @@ def _misfit(plan: Plan, model: ModelDescription, workers: int, hosts: Sequence[i
     if -(-model.global_batch // micro) < mesh.units:
         return f"{-(-model.global_batch // micro)} micro-batches for {mesh.units} replicas"
     return ""
+
+
+def _sums_gradients(plan: Plan, workers: int) -> bool:
+    """Whether gradients are summed over replicas or by servers, which is what codecs compress."""
+    return bool(plan.server) or plan.mesh(workers).data > 1
 
 
 def layout_of(plan: Plan) -> set[str]:

@@ -25,7 +25,7 @@ from paceline.planner.descriptions import (
     relative_loads,
 )
 from paceline.planner.history import History
-from paceline.planner.memory import worker_memory
+from paceline.planner.memory import checkpoint_copy, worker_memory
 from paceline.planner.step_time import StepTime, step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
@@ -44,7 +44,8 @@ class Prospect:
     seconds: float  # of a step, with corrections
     uncorrected: float = 0.0  # seconds as they follow from descriptions alone
     parts: Mapping[str, float] = field(default_factory=dict)  # of the seconds
-    memory: float = 0.0  # bytes of the process
+    memory: float = 0.0  # bytes of the process, without those of a checkpoint
+    checkpoint: float = 0.0  # bytes of the copy from which it writes a checkpoint
     room: float = 0.0  # bytes that it may take
     sent: Mapping[str, int] = field(default_factory=dict)  # bytes that worker 0 sends in a step, by kind
     trial: TrialResult | None = None
@@ -53,13 +54,13 @@ class Prospect:
 
     @property
     def needs(self) -> float:
-        """Bytes of the process: as measured if the plan was tried, but for the comparison of a divided model, which is
-        left out where memory is too small.
+        """Bytes of the process in a run that writes checkpoints: as measured if the plan was tried, but for the
+        comparison of a divided model, which is left out where memory is too small.
         """
         if self.trial is None or not self.trial.peaks:
-            return self.memory
+            return self.memory + self.checkpoint
         peak = float(max(self.trial.peaks))
-        return peak if self.plan.mesh(self.workers).unit == 1 else min(peak, self.memory)
+        return (peak if self.plan.mesh(self.workers).unit == 1 else min(peak, self.memory)) + self.checkpoint
 
     @property
     def fits(self) -> bool:
@@ -120,6 +121,7 @@ class Prospect:
             "seconds": self.seconds,
             "parts": dict(self.parts),
             "memory": self.memory,
+            "checkpoint": self.checkpoint,
             "fits": self.fits,
             "tried": None if self.trial is None else self.trial.step_seconds,
             "turn": self.turn or None,
@@ -170,7 +172,8 @@ class Predictor:
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
         memory = self._floor + self._most(plan, workers) + self._servers(plan, workers)
         sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
-        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, sent=sent)
+        saved = checkpoint_copy(plan, self.model, self.machine, workers)
+        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, saved, self._room, sent=sent)
 
     def _time(self, plan: Plan, workers: int) -> StepTime:
         slow = self._slow if len(self._slow) == workers else ()
@@ -269,7 +272,7 @@ class Answer:
         if one.trial is not None:
             lines[0] += f", measured {milliseconds(one.step_seconds)}"
         lines += [f"  {name:12} {milliseconds(taken)}" for name, taken in one.parts.items() if taken > 0]
-        lines.append(f"  {'memory':12} {size_of(one.memory)} of {size_of(one.room)}")
+        lines.append(f"  {'memory':12} {size_of(one.memory + one.checkpoint)} of {size_of(one.room)}")
         return "\n".join(lines if one.fits else [*lines, f"  {one.limits}"])
 
     def as_data(self) -> dict[str, Any]:

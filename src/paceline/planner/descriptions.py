@@ -154,6 +154,7 @@ class MachineDescription(Description, frozen=True):
     layer_exposed: Amount = 1.0
     fixed: Amount = 0.0  # seconds of a step that belong to nothing else
     workers_per_host: Count = 1
+    is_cpu: bool = False  # models are in the memory of the process, which also holds what checkpoints are written from
     failures: FailureDescription = FailureDescription()
     checkpoint_bandwidth: Amount = 0.0  # bytes in a second to the storage, of all workers together; 0: unknown
     price: Amount = 0.0  # of a worker for an hour

@@ -57,6 +57,24 @@ def worker_memory(
     return max(by_worker, key=lambda memory: memory.total)
 
 
+def checkpoint_copy(plan: Plan, model: ModelDescription, machine: MachineDescription, workers: int) -> float:
+    """Returns the bytes of a worker's copy of its part of a checkpoint, which is written while training goes on. On a
+    GPU the copy is in the memory of the host: 0.
+
+    The workers of one host write the checkpoint, or all workers if replicas span hosts.
+    """
+    if not machine.is_cpu:
+        return 0.0
+    spans = plan.mesh(workers).replica > machine.workers_per_host
+    writers = workers if spans else min(workers, machine.workers_per_host)
+    return model.parameters * (model.element_size + _state(plan, model)) / writers
+
+
+def _state(plan: Plan, model: ModelDescription) -> float:
+    """Returns the bytes of optimizer state for each element."""
+    return model.element_size * model.state - (INT8_SAVES if plan.optimizer_states else 0.0)
+
+
 def _of_worker(workload: Workload, machine: MachineDescription, worker: int, together: int) -> WorkerMemory:
     """Returns the memory of the worker at this position of the pipeline, from the description of the model."""
     plan, model, blocks = workload.plan, workload.model, workload.blocks_of(worker)
@@ -67,8 +85,7 @@ def _of_worker(workload: Workload, machine: MachineDescription, worker: int, tog
         sharded, gathered, staged = elements / shards, elements if plan.zero == 2 else largest, largest
     parameters = (sharded + gathered) * model.element_size
     gradients = (sharded + staged) * workload.gradient_size
-    state = model.element_size * model.state - (INT8_SAVES if plan.optimizer_states else 0.0)  # bytes for each element
-    optimizer = 0.0 if plan.server else elements / shards * state
+    optimizer = 0.0 if plan.server else elements / shards * _state(plan, model)
     if plan.local:  # the round's start, the weights of the island, and their merge; states before and after; momentum
         momentum = 0.0 if (plan.outer or "").startswith("sgd") else sharded * model.element_size
         parameters += 3 * sharded * model.element_size

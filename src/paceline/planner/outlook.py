@@ -47,7 +47,7 @@ from paceline.planner.descriptions import (
     relative_loads,
 )
 from paceline.planner.history import History, Prediction
-from paceline.planner.memory import worker_memory
+from paceline.planner.memory import checkpoint_copy, worker_memory
 from paceline.planner.step_time import step_time
 
 NAME = "outlook.json"  # in the run folder
@@ -105,6 +105,7 @@ class Outlook(Description, frozen=True):
     memory: Amount = 0.0  # bytes of a worker's process, as predicted
     floor: Amount = 0.0  # bytes of a worker's process besides what is predicted
     refused: tuple[str, ...] = ()  # plans that this model cannot use
+    spans: bool = False  # whether replicas may span hosts, which share the folder of checkpoints
     changes: Count = 0  # of the run's plan
     error: Amount = 0.0  # the largest relative error of what was expected of these
     version: Count = VERSION  # of the format
@@ -199,8 +200,10 @@ class Outlook(Description, frozen=True):
         return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, *sent)
 
     @staticmethod
-    def of(answer: Answer, fixed_words: Plan) -> Outlook | None:
-        """Returns the outlook of a run that begins with the best plan of an answer; None if no plan was tried."""
+    def of(answer: Answer, fixed_words: Plan, spans: bool = False) -> Outlook | None:
+        """Returns the outlook of a run that begins with the best plan of an answer; None if no plan was tried. Replicas
+        may span hosts if `spans` is set.
+        """
         best, base, model, machine = answer.best, answer.base, answer.model, answer.machine
         assert best is not None
         if base is None:
@@ -222,8 +225,9 @@ class Outlook(Description, frozen=True):
             ratios,
             best.trial.busy if best.trial is not None else (),
             floor=max(0.0, max(base.peaks) - held),
-            memory=best.memory,
+            memory=best.memory + best.checkpoint,
             refused=tuple(answer.refused),
+            spans=spans,
         )
 
     def plan_for(self, workers: int) -> Plan:
@@ -234,7 +238,8 @@ class Outlook(Description, frozen=True):
         """Returns the other plans that leave the arithmetic and the size of micro-batches alone."""
         script = replace(Plan.parse(self.script), micro=present.micro)
         fixed_words = Plan.parse(self.fixed_words)
-        plans, _ = candidates(workers, self.model, script, fixed_words, frozenset(), free_micro=False, hosts=hosts)
+        within = () if self.spans else hosts
+        plans, _ = candidates(workers, self.model, script, fixed_words, frozenset(), free_micro=False, hosts=within)
         return [plan for plan in plans if plan != present and str(plan) not in self.refused]
 
     def _forecast(self, now: Now, workers: int = 0) -> _Forecast:
@@ -252,7 +257,8 @@ class Outlook(Description, frozen=True):
 
     def _memory(self, plan: Plan, forecast: _Forecast) -> float:
         """Returns the bytes of a worker's process under a plan."""
-        return self.floor + worker_memory(plan, forecast.model, self.machine, len(forecast.slow)).total
+        about = plan, forecast.model, self.machine, len(forecast.slow)
+        return self.floor + worker_memory(*about).total + checkpoint_copy(*about)
 
     @property
     def predictions(self) -> dict[str, float]:

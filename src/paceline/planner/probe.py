@@ -222,6 +222,7 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         exposed=1.0 if device.type == "cpu" else 0.2,  # on a CPU, sums take time from the cores that compute
         copies=2.0,
         workers_per_host=group.size,
+        is_cpu=device.type == "cpu",
         measured=True,
     )
 

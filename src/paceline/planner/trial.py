@@ -18,6 +18,7 @@ from paceline.train.step import Step
 from paceline.train.step_context import StepContext
 
 WARM_UP = 2  # first steps, in which models are compared and buffers allocated
+STEADY = 6  # first steps, which are slower than later ones, and left out if there is time
 
 
 class Trial:
@@ -80,7 +81,8 @@ class Trial:
         plan, context = self._context.plan, self._context
         units = context.run.team.group.size // context.replica.mesh.unit  # some workers may have come later
         share = -(-step.batch.count // units)
-        return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + 2 * TRIES * math.ceil(math.log2(share))
+        compared = 0 if plan.one_by_one or share < 2 else 2 * TRIES * math.ceil(math.log2(share))
+        return max(STEADY, WARM_UP + compared)
 
     def _link(self) -> tuple[float, float] | None:
         """Returns the bandwidth and the latency of the slowest link between hosts; None if there is one host."""

@@ -198,6 +198,8 @@ class CheckpointManager:
         return f"the copies in {self._mirror[1]}" if several and self._mirror is not None else "its copy in memory"
 
     def _due(self, step: int) -> bool:
+        if self.team.world.check is not None:  # nothing of such a run is kept
+            return False
         if self._steps is not None:
             return step - self.begun >= self._steps
         return time.monotonic() - self._saved_at >= (self._interval() if self._seconds is None else self._seconds)

@@ -48,7 +48,8 @@ class HostJob:
     those of `paceline run` (`LaunchOptions`); `files` is an archive that is unpacked on the host; `call` is a pickled
     function that is called instead of a script; `listen` is the address at which the first host listens. `detach`: the
     run goes on without the launcher once all hosts have joined. `wait`: if given, all hosts must answer within this
-    many seconds, otherwise the run does not begin. `preflight`: hosts are measured and compared before the run begins.
+    many seconds, otherwise the run does not begin. `together`: it begins with the workers of all hosts. `preflight`:
+    hosts are measured and compared before the run begins.
     """
 
     options: Mapping[str, Any]
@@ -61,6 +62,7 @@ class HostJob:
     detach: bool = False
     call: bytes = b""
     wait: float | None = None
+    together: bool = False
     preflight: bool = False
 
     @property
@@ -388,24 +390,24 @@ class Launcher:
         self._order(first)
 
     def _set_size(self, is_complete: bool) -> None:
-        """Sets the number of workers with which the run begins, if its plan needs more than the first host has.
-        PlanError: all hosts have answered (`is_complete`), and have too few. Workers of spare hosts do not count.
+        """Sets the number of workers with which the run begins, if it begins on several hosts together. PlanError: its
+        plan needs more workers, and all hosts have answered (`is_complete`). Workers of spare hosts do not count.
         """
         counts = [host.facts["workers"] for host in self._hosts if host.facts and not host.spec.spare]
-        text = self._job.options.get("plan")
-        if text is None or len(self._hosts) == 1:
+        if len(self._hosts) == 1:
             return
-        plan, total = Plan.parse(text), sum(counts)
+        plan, total = Plan.parse(self._job.options.get("plan") or ""), sum(counts)
         if plan.auto:
             self._size, self._counts = total, counts
             return
         size = plan.first_team(counts[0])
-        if size == counts[0]:
-            return
         if is_complete and size > total:
             plan.validate(total)
-        self._size = size
-        self._say(f"the plan {plan} needs {size} workers: the run begins on several hosts together")
+        if self._job.together:
+            self._size = total
+        elif size > counts[0]:
+            self._size = size
+            self._say(f"the plan {plan} needs {size} workers: the run begins on several hosts together")
 
     def _admit(self, host: _Host) -> None:
         """Lets a host join, unless it differs from the first one."""

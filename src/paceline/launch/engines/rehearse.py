@@ -43,7 +43,8 @@ class HostRehearsal:
 
     def run(self, folder: Path, options: LaunchOptions, request: dict[str, Any]) -> tuple[int, Any]:
         """Runs the script in a fresh run folder of each host. With fewer workers than the hosts have, the first host
-        runs all of them. Returns the exit code, and the answer to the request, or None without an answer. SystemExit:
+        runs all of them. All workers begin together: one that joined the others would hold their state twice for a
+        moment. Returns the exit code, and the answer to the request, or None without an answer. SystemExit:
         the run was asked to stop.
         """
         hosts = [Host(host.name, host.workers or 1) for host in self.hosts]
@@ -64,7 +65,7 @@ class HostRehearsal:
         }
         engine = Ssh(hosts, self.engine)
         try:
-            launcher = Launcher(engine, HostJob(given, self.python, self.cwd, self.setup, wait=WAIT))
+            launcher = Launcher(engine, HostJob(given, self.python, self.cwd, self.setup, wait=WAIT, together=True))
             code = launcher.run()
         finally:
             engine.close()
