@@ -1,7 +1,7 @@
 """What `paceline plan` predicts and what the plans then take, on this machine.
 
     python benchmarks/planner.py [--models mlp gpt words] [--workers 2 3 4] [--slow 2 4] [--links 50 200 1000]
-        [--try 6] [--steps 5] [--minutes 40] [--record FILE]
+        [--try 6] [--steps 20] [--minutes 40] [--record FILE]
 
 A situation is a model together with a team of workers. There are three kinds of teams:
 
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--links", type=int, nargs="*", default=[50, 200, 1000])
     parser.add_argument("--try", dest="tries", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=40)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--train", choices=MODELS, help=argparse.SUPPRESS)

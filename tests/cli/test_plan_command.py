@@ -165,6 +165,21 @@ def test_a_model_is_probed_without_memory_for_all_of_it(folder):
     assert peaks[0] - peaks[1] > 30e6
 
 
+def test_a_trial_writes_no_checkpoints(folder):
+    """The copies that they are written from would count as memory of a step."""
+    words = ("run", "--workers", "2", "--save-every", "1")
+    asked = json.dumps({"trial": [4, 60.0], "out": str(folder / "out")})
+    run(*words, "--run-dir", "trial", "train.py", folder=folder, PACELINE_CHECK=asked)
+    assert json.loads((folder / "out.json").read_text())["peaks"]
+    run(*words, "--run-dir", "run", "train.py", folder=folder)
+    saved = {
+        name: [e["step"] for e in read_journal(folder / name) if e["event"] == "checkpoint"]
+        for name in ("trial", "run")
+    }
+    assert saved["trial"] == []
+    assert saved["run"]
+
+
 @pytest.mark.slow
 def test_plans_for_several_hosts_are_tried_on_these(hosts, tmp_path):
     """The slow link between these is measured. Replicas that span hosts are tried as well, and launched so."""

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from agents import journal
-from launching import train_basics
+from launching import exported, train_basics
+from safetensors.torch import load_file
 
 STREAMS = """
 import json, random, zlib
@@ -429,6 +431,34 @@ def test_metric_that_reads_a_sharded_weight_is_refused(plan: str, error: str, tm
     body = STAGES + METRIC
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", f"micro=4 {plan}", code=2)
     assert f"UsageError: {error}\n" in done.stderr
+
+
+LEFT = """
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(3)], nn.Linear(10, 2)).double()
+trainer = make(model=layers)
+for report in trainer.steps(data, count=6):
+    if report.step == 3: break
+try:
+    for report in trainer.steps(data, count=6):
+        if report.step == 5: raise KeyError
+except KeyError: pass
+for report in trainer.steps(data, count=2): pass
+trainer.export("out.safetensors")
+"""
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2", "tensor=2", "shard=2 zero=3"])
+def test_a_loop_that_the_script_leaves_trains_on_later(plan: str, tmp_path: Path) -> None:
+    one = load_file(exported(tmp_path / "one", LEFT, 1, ""))
+    (tmp_path / "several").mkdir()
+    done = train_basics(tmp_path / "several", LEFT, 2, "--max-restarts", "0", "--plan", plan)
+    assert "Error" not in done.stderr
+    several = load_file(tmp_path / "several" / "out.safetensors")
+    assert one.keys() == several.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(several[name], weight, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -735,7 +735,9 @@ def _planning(add: Callable[..., Any]) -> None:
     )
     _inside(option, "ssh", *("the path of this one",) * 2)
     option("--try", dest="tries", least=0, default=3, metavar="K", help="plans to try (default 3; 0: only predict)")
-    option("--steps", least=1, default=8, metavar="S", help="steps to measure in each trial (default 8)")
+    option(
+        "--steps", least=1, default=20, metavar="S", help="steps to measure in each trial (default 20; at most 15 s)"
+    )
     option("--memory", metavar="SIZE", help="memory that a worker may take (default: its part of the host's)")
     option(
         "--on",

@@ -34,7 +34,7 @@ from paceline.team.auth import make_token
 
 LIMIT = 20.0  # seconds after which no further trial begins; one that has begun takes some seconds more
 PART = 0.1  # of the run that these trials may take, too
-STEPS, SECONDS = 5, 5.0  # to measure in each, at most
+STEPS, SECONDS = 10, 4.0  # to measure in each, at most
 LONGEST = "10min"  # that a trial over several hosts may take, but for the first one, which waits for them
 LOST = "a host was lost while plans were tried", "start the same commands again"
 

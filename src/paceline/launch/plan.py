@@ -57,7 +57,7 @@ class Question:
     """What `paceline plan` is asked: how many plans to try, for how many measured steps, and what to choose from."""
 
     tries: int = 3  # plans to try
-    steps: int = 8  # steps to measure in each trial
+    steps: int = 20  # steps to measure in each trial
     memory: float | None = None  # bytes that a worker may take
     fixed_words: Plan = field(default_factory=Plan)  # words that stay as they are
     allowed: frozenset[str] = frozenset()  # changes of the result, see `candidates`

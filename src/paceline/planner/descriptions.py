@@ -120,6 +120,7 @@ class LinkDescription(Description, frozen=True):
     latency: Amount = 0.0  # seconds of a message
     shared_by: Count = 1  # workers that share the bandwidth
     receive: Amount = 0.0  # further seconds for which a message of a pipeline keeps its receiver busy
+    meet: Amount = 0.0  # further seconds of each sum, gather or exchange: workers wait until all have computed
 
 
 class FailureDescription(Description, frozen=True):

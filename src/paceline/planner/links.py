@@ -42,12 +42,12 @@ class Links:
     def sum(self, size: float, peers: Peers) -> float:
         """Returns the seconds of an all-reduce of `size` bytes. Small ones go up and down a tree."""
         steps = sum(2 * math.ceil(math.log2(times)) * level.latency for level, times, _ in self._used(peers))
-        return 2 * self._ring(size, peers) + steps
+        return 2 * self._ring(size, peers) + steps + self._meeting(peers)
 
     def gather(self, size: float, peers: Peers) -> float:
         """Returns the seconds of an all-gather or a reduce-scatter, after or before which a worker has `size` bytes."""
         steps = sum((times - 1) * level.latency for level, times, _ in self._used(peers))
-        return self._ring(size, peers) + steps
+        return self._ring(size, peers) + steps + self._meeting(peers)
 
     def exchange(self, size: float, peers: Peers) -> float:
         """Returns the seconds of an all-to-all. Each worker has `size` bytes, an equal part for each of them."""
@@ -56,7 +56,7 @@ class Links:
             parts = within * (times - 1) / peers.count  # of the bytes go to workers that this level connects
             seconds += size * parts * sharing / level.bandwidth + (times - 1) * level.latency
             within *= times
-        return seconds
+        return seconds + self._meeting(peers)
 
     def hop(self, size: float, sender: int, receiver: int, senders: int) -> tuple[float, float]:
         """Returns the seconds in which a message travels between two ranks, if `senders` neighbours send one at the
@@ -66,6 +66,10 @@ class Links:
             if not level.workers or sender // level.workers == receiver // level.workers:
                 return size * min(level.shared_by, senders) / level.bandwidth, level.latency + level.receive
         return 0.0, 0.0
+
+    def _meeting(self, peers: Peers) -> float:
+        """Returns the seconds in which `peers` wait until all of them have computed."""
+        return max((level.meet for level, _, _ in self._used(peers)), default=0.0)
 
     def _ring(self, size: float, peers: Peers) -> float:
         """Returns the seconds in which `size` bytes go once around a ring."""

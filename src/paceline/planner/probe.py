@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ REPEATS = 3  # of each measurement; the fastest counts, as others disturb
 PATIENCE = 8.0  # seconds after which no larger micro-batches are measured
 SIZES = 1 << 14, 1 << 22  # elements of the sums from which latency and bandwidth follow
 WIDTH, ROWS = 1024, 256  # of the measured product; rows of the one that is measured between messages
+MEETINGS, FEW_ROWS = 16, 32  # sums that are measured between products, and rows of these
 COPIED = 1 << 20, 1 << 24  # elements of the measured copy, by the memory that is free
 _HEADS = "num_attention_heads", "num_heads", "n_head", "nhead", "heads"
 _KEY_VALUE_HEADS = "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"
@@ -212,7 +214,8 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         bandwidth = hops / group.size * 4 * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
         latency = small / hops
         receive = max(0.0, _hop(matrix, device, group) - latency)
-        links = (LinkDescription("between workers", 0, bandwidth, latency, receive=receive),)
+        meet = max(0.0, _meeting(matrix, device, group) - small)
+        links = (LinkDescription("between workers", 0, bandwidth, latency, receive=receive, meet=meet),)
     return MachineDescription(
         name_of(device),
         {"fp32": 2 * WIDTH**3 / product},
@@ -248,6 +251,24 @@ def _hop(matrix: torch.Tensor, device: torch.device, group: Group) -> float:
         taken, products = zip(*group.gather_json([time_on(device) - began, computed]), strict=True)
         seconds.append((max(taken) - sum(products)) / hops)
     return max(0.0, min(seconds))
+
+
+def _meeting(matrix: torch.Tensor, device: torch.device, group: Group) -> float:
+    """Returns the seconds, besides those of computing, of a small sum between products with a `matrix`, like those
+    inside of divided layers. It takes long if workers share cores. Collective.
+    """
+    message, rows = torch.ones(SIZES[0], dtype=torch.float32, device=device), matrix[:FEW_ROWS]
+
+    def seconds(is_summed: bool) -> float:
+        group.gather_json(0)
+        began = time_on(device)
+        for _ in range(MEETINGS):
+            torch.mm(rows, matrix)
+            if is_summed:
+                group.sum(message)
+        return float(max(group.gather_json(time_on(device) - began)))
+
+    return median(seconds(True) - seconds(False) for _ in range(REPEATS)) / MEETINGS
 
 
 def _fastest(call: Callable[[], Any], device: torch.device, group: Group) -> float:

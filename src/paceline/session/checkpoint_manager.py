@@ -113,7 +113,7 @@ class CheckpointManager:
     be complete. `asked` requests one between the next two steps. `poll` has something to do if `collect_due` (all
     workers have written their files) or while `commit` writes the manifest. `news` are outcomes to `report`, on the
     worker that wrote a manifest: the fields of the journal's event, an error as (what, cure), or a line. An error that
-    repeats for the same reason is reported once.
+    repeats for the same reason is reported once. Unless it `saves_by_itself`, only the script asks for checkpoints.
 
     With a `mirror` (steps, and a storage in the memory of the run's hosts), the state that the loss of one host would
     take, because no replica is without that host, is also kept there.
@@ -134,7 +134,7 @@ class CheckpointManager:
         self._known_alone: tuple[int, bool] = (-1, False)  # a generation, and whether `_is_alone` in it
         self._target = storage  # of the checkpoint that was begun last
         self.from_mirror = False
-        self.begun, self.open, self.asked = 0, False, False
+        self.begun, self.open, self.asked, self.saves_by_itself = 0, False, False, True
         self.committed: int | None = None
         self.news: list[dict[str, Any] | list[str] | str] = []
         self._reasons: dict[str, str] = {}  # by storage: why nothing can be written to it, as last reported
@@ -198,7 +198,7 @@ class CheckpointManager:
         return f"the copies in {self._mirror[1]}" if several and self._mirror is not None else "its copy in memory"
 
     def _due(self, step: int) -> bool:
-        if self.team.world.check is not None:  # nothing of such a run is kept
+        if not self.saves_by_itself:
             return False
         if self._steps is not None:
             return step - self.begun >= self._steps

@@ -102,6 +102,7 @@ class Run:
             world, self.reporter, team.transactions.elastic, saves=self.checkpoints.storage is not None
         )
         self.check = CheckRequest(world.check, self.reporter, self.notices, world.local_size)
+        self.checkpoints.saves_by_itself = self.check.trial is None  # what a trial would save is thrown away
         team.closing.append(self.close)
 
     # -- beginning --------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def iterate_without_script_view(iterator: Iterator[T]) -> Iterator[T]:
             yield item
     finally:
         if isinstance(iterator, Generator):
-            iterator.close()
+            call_without_script_view(iterator.close)
 
 
 _END: Any = object()
@@ -238,7 +238,7 @@ def with_script_views(loop: Iterator[T], trainers: Callable[[], Iterable[HasPart
             finally:
                 view.end()
     finally:
-        cast(Generator[T], loop).close()
+        call_without_script_view(cast(Generator[T], loop).close)  # the script may leave the loop by a break
 
 
 def start_script_view(trainers: Iterable[HasParts]) -> None:
