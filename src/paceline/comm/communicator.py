@@ -564,6 +564,14 @@ class Group:
             work = by.receive(raw_bytes(memory), rank)
         work.wait()
 
+    def start_receive(self, parts: Iterator[torch.Tensor], rank: int) -> dist.Work:
+        """Starts filling the CPU tensors that `parts` yields, one after the other, with what worker `rank` sends;
+        `finish` must follow. Part of what was entered.
+        """
+        with self._declaring():
+            work = self.channel.receive_each((raw_bytes(plain(part).view(-1)) for part in parts), rank)
+        return self._run_in_background(work)
+
     def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
         """Sends `given[i]` to worker i, and fills `taken[i]` from it: flat tensors of any lengths. Part of the entered
         collective.

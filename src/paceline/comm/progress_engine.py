@@ -103,6 +103,7 @@ class Operation(dist.Work):
         self.outcome: Any = []
         self.turn = 0
         self.done = self.overtakes = False
+        self.hurries = True  # whether the engine's thread is to advance it without pauses
         self.error: Exception | None = None
         self.source: list[int] = []  # the rank that a message came from
         self._steps: Iterator[Condition] = steps
@@ -365,6 +366,7 @@ class ProgressEngine:
                 if self.lock.acquire(timeout=PAUSE):
                     try:
                         self._advance()
+                        self._hurried &= any(operation.hurries for line in self._queues.values() for operation in line)
                     finally:
                         self.lock.release()
                 self._complete_futures()

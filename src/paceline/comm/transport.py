@@ -228,6 +228,17 @@ class Transport:
         operation.source = source
         return operation
 
+    def receive_each(self, parts: Iterable[torch.Tensor], rank: int) -> Operation:
+        """Fills the flat bytes that `parts` yields, one after the other, from worker `rank`."""
+
+        def steps() -> Steps:
+            for data in parts:
+                yield from self.mailbox.receive(data, [rank], 0)
+
+        operation = self._message(f"recv from worker {rank}", ("recv", rank, 0), steps(), 0)
+        operation.hurries = False
+        return operation
+
     def _message(self, name: str, queue: tuple[Any, ...], steps: Steps, size: int) -> Operation:
         """Starts a message that hands over `size` bytes. Messages of one `queue` go in order."""
         site, kind = (call_site(), "message") if self.declared is None else self.declared[1:]

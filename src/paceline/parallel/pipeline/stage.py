@@ -44,7 +44,7 @@ from paceline.parallel.pipeline.stage_forward import (
     placed,
     placeholder,
 )
-from paceline.parallel.pipeline.stage_messages import Fetch, StageMessages
+from paceline.parallel.pipeline.stage_messages import Read, StageMessages
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.script_view import ABSENT, call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import placement_of, set_placement, tensors_in
@@ -98,7 +98,7 @@ class Pipeline:
     def __init__(self, job: ParallelJob, line: Group, stages: StagePartition, kind: str, inner: int) -> None:
         self.job, self.line, self.stages, self.kind, self._inner = job, line, stages, kind, inner
         self.local_stages = stages_of(kind, line.size, stages.count // line.size, line.rank)
-        self.messages = StageMessages(line, kind, self._read_early)
+        self.messages = StageMessages(line, kind, self._read, ahead=job.device.type == "cpu")
         self.last = stages.count - 1
         self._streams, self.model_name = RngState(job.device), type(job.model).__name__
         homes, keys = stages.homes(job.model), dict[int, Key]()
@@ -356,33 +356,37 @@ class Pipeline:
 
     def _receive(self, stage: int, keys: list[Key]) -> StageInputs:
         action = Action(FORWARD, stage, self._number)
-        forms, drawn, tensors = self.messages.receive(action, stage - 1, partial(self._read_values, stage - 1))
+        forms, drawn, tensors = self.messages.receive(action, stage - 1)
         if len(tensors) != len(keys):
             raise damaged("values", f"stage {stage - 1}", f"expected {len(keys)} values, got {len(tensors)}")
         return StageInputs(forms, drawn, dict(zip(keys, tensors, strict=True)))
 
-    def _read_values(self, stage: int, fetch: Fetch) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+    def _read(self, action: Action) -> Read | None:
+        """Reads the message for an action. None: it brings gradients of values that this worker has yet to send."""
+        if action.kind == FORWARD:
+            return self._read_values(action.stage - 1)
+        outputs = self._awaiting.get((action.stage, action.micro_batch))
+        return None if outputs is None else self._read_gradients(outputs)
+
+    def _read_values(self, stage: int) -> Read:
         """Reads the structure of the blocks' results, the changes of generators, and the values that a stage sent."""
-        first = bytes(fetch(torch.empty(HEAD, dtype=torch.uint8)).numpy())
+        first = bytes((yield torch.empty(HEAD, dtype=torch.uint8)).numpy())
         length = int.from_bytes(first[:8], "little")
         head = first[8 : 8 + length]
         if length > HEAD - 8:
-            head += bytes(fetch(torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
+            head += bytes((yield torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
         forms, drawn, kinds = decode_message(head, "values", f"stage {stage}")
-        tensors = []
+        tensors = list[torch.Tensor]()
         for dtype, shape, grad in kinds:
-            made = torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)
-            tensors.append(fetch(made).requires_grad_(grad))
+            value = yield torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)
+            tensors.append(value.requires_grad_(grad))
         return forms, drawn, tensors
 
-    def _read_gradients(self, outputs: Sequence[torch.Tensor], fetch: Fetch) -> list[torch.Tensor]:
-        return [fetch(torch.empty_like(value, memory_format=torch.contiguous_format)) for value in outputs]
-
-    def _read_early(self, action: Action, fetch: Fetch) -> None:
-        if action.kind == FORWARD:
-            self._read_values(action.stage - 1, fetch)
-        else:
-            self._read_gradients(self._awaiting[action.stage, action.micro_batch], fetch)
+    def _read_gradients(self, outputs: Sequence[torch.Tensor]) -> Read:
+        gradients = list[torch.Tensor]()
+        for value in outputs:
+            gradients.append((yield torch.empty_like(value, memory_format=torch.contiguous_format)))
+        return gradients
 
     def _survey(self, kind: _Kind, call: Callable[[], Any]) -> None:
         """Runs one forward on stand-ins, stage by stage, to find out which values stages need from earlier stages."""
@@ -440,9 +444,8 @@ class Pipeline:
 
     def receive_gradients(self, action: Action) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the values that a stage sent, each with its gradient; without those that no later stage used."""
+        grads = self.messages.receive(action, action.stage + 1)
         outputs = self._awaiting.pop((action.stage, action.micro_batch))
-        read = partial(self._read_gradients, outputs)
-        grads = self.messages.receive(action, action.stage + 1, read)
         return [(value, grad) for value, grad in zip(outputs, grads, strict=True) if not _is_none(grad)]
 
     def send_gradients(self, action: Action, received: Sequence[torch.Tensor]) -> None:

@@ -3,34 +3,62 @@
 A message is several tensors for one `Action` of the receiving stage. Between two workers messages arrive in the order
 of sending, which need not be the order in which the schedule takes them: one that arrives early is put aside. A stage
 that hands on to a stage of the same worker leaves the message there.
+
+Over a slow link a message is awaited while this worker still computes: gloo sends nothing before the receiver has asked
+for it, and its request would wait behind a message that leaves at the same time.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.comm.communicator import Group
 from paceline.parallel.pipeline.schedule import Action, worker_of
 
 MOST = 64  # messages in flight before a sender waits
-_Read = TypeVar("_Read")
-# Fills a tensor with the next part of a message, and returns it.
-Fetch = Callable[[torch.Tensor], torch.Tensor]
+# Reads a message: yields a tensor for its next part, is sent the tensor that has it, and returns what it has read.
+Read = Generator[torch.Tensor, torch.Tensor, Any]
+
+
+@dataclass
+class _Awaited:
+    """A message that comes while this worker computes."""
+
+    read: Read
+    work: dist.Work | None = None
+    content: Any = None
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors that are to be filled, one after the other."""
+        try:
+            part = next(self.read)
+            while True:
+                yield part
+                part = self.read.send(part)
+        except StopIteration as end:
+            self.content = end.value
 
 
 class StageMessages:
-    """Sends and receives the messages of one worker's stages. `read_early` reads a message that is not wanted yet."""
+    """Sends and receives the messages of one worker's stages.
 
-    def __init__(self, line: Group, kind: str, read_early: Callable[[Action, Fetch], Any]) -> None:
-        self._line, self._kind, self._read_early = line, kind, read_early
+    `read` reads the message for an action; it returns None if that cannot be read yet. With `ahead`, the next message
+    from another host is awaited while this worker computes.
+    """
+
+    def __init__(self, line: Group, kind: str, read: Callable[[Action], Read | None], ahead: bool) -> None:
+        self._line, self._kind, self._read, self._ahead = line, kind, read, ahead
         self._sent: list[Any] = []
-        self._arrived: dict[Action, Iterator[torch.Tensor]] = {}
+        self._arrived: dict[Action, Any] = {}  # what was read early
         self._expected: dict[int, deque[Action]] = {}  # by sender, in the order of sending
+        self._awaited: dict[int, _Awaited] = {}  # by sender: its next message
         self.waited = 0.0  # seconds spent waiting for other stages
         self.sent = 0  # bytes
 
@@ -46,9 +74,12 @@ class StageMessages:
         """Sends the message for an action of another stage."""
         worker = self.worker(action.stage)
         if worker == self._line.rank:
-            self._arrived[action] = iter([tensor.clone() for tensor in tensors])
-        else:
-            self.send_to(worker, tensors)
+            clones = iter([tensor.clone() for tensor in tensors])
+            self._arrived[action] = self._read_now(action, lambda _: next(clones))
+            return
+        for sender in self._expected:
+            self._await_next(sender)
+        self.send_to(worker, tensors)
 
     def send_to(self, worker: int, tensors: Sequence[torch.Tensor]) -> None:
         """Sends tensors to a worker, which calls `fetch_from`."""
@@ -65,28 +96,50 @@ class StageMessages:
         self.waited += time.perf_counter() - began
         return tensor
 
-    def receive(self, action: Action, sender: int, read: Callable[[Fetch], _Read]) -> _Read:
-        """Returns what `read` makes of the message for an action, which stage `sender` sends."""
+    def receive(self, action: Action, sender: int) -> Any:
+        """Returns what was read of the message for an action, which stage `sender` sends."""
         worker = self.worker(sender)
         expected = self._expected.get(worker)
         while action not in self._arrived and expected and expected[0] != action:
-            self._put_aside(expected.popleft(), worker)
-        arrived = self._arrived.pop(action, None)
-        if arrived is not None:
-            return read(lambda _: next(arrived))
-        if expected:
+            early = expected[0]
+            self._arrived[early] = self._receive_next(worker, early)
+        if action in self._arrived:
+            return self._arrived.pop(action)
+        return self._receive_next(worker, action)
+
+    def _receive_next(self, worker: int, action: Action) -> Any:
+        """Returns what was read of the next message from a worker, which is for this action."""
+        if expected := self._expected.get(worker):
             expected.popleft()
-        return read(lambda tensor: self.fetch_from(worker, tensor))
+        awaited = self._awaited.pop(worker, None)
+        if awaited is None:
+            content = self._read_now(action, lambda part: self.fetch_from(worker, part))
+        else:
+            began = time.perf_counter()
+            self._line.finish(awaited.work)
+            self.waited += time.perf_counter() - began
+            content = awaited.content
+        self._await_next(worker)
+        return content
 
-    def _put_aside(self, action: Action, worker: int) -> None:
-        parts = list[torch.Tensor]()
+    def _read_now(self, action: Action, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        read = self._read(action)
+        assert read is not None
+        try:
+            part = next(read)
+            while True:
+                part = read.send(fetch(part))
+        except StopIteration as end:
+            return end.value
 
-        def fetch(tensor: torch.Tensor) -> torch.Tensor:
-            parts.append(self.fetch_from(worker, tensor))
-            return parts[-1]
-
-        self._read_early(action, fetch)
-        self._arrived[action] = iter(parts)
+    def _await_next(self, worker: int) -> None:
+        """Begins to await the next message from a worker, if it is known which one that is and how to read it."""
+        expected = self._expected.get(worker)
+        if not (self._ahead and expected) or worker in self._awaited or len(set(self._line.hosts)) == 1:
+            return
+        if (read := self._read(expected[0])) is not None:
+            awaited = self._awaited[worker] = _Awaited(read)
+            awaited.work = self._line.start_receive(awaited.parts(), worker)
 
     def finish(self) -> None:
         """Waits until the other stages have received all messages of this worker."""
@@ -100,4 +153,6 @@ class StageMessages:
         """Forgets all messages in flight."""
         self._sent.clear()
         self._arrived.clear()
+        self._line.abandon([awaited.work for awaited in self._awaited.values()])
+        self._awaited.clear()
         self._expected = {}
