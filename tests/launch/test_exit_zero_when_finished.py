@@ -167,9 +167,9 @@ def test_coordinator_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
 LATER = """
 import urllib.request
 event("join")
-def order():
+def generation():
     line = commands.readline()
-    return json.loads(line)["number"] if "number" in line else order()
+    return json.loads(line)["number"] if "number" in line else generation()
 commands = os.fdopen(int(os.environ["PACELINE_COMMANDS_FD"]))
 if RANK == 0 and "PACELINE_NEWCOMER" not in os.environ:
     event("ready")
@@ -185,7 +185,7 @@ event("waiting")
 mark("waits")
 if RANK == 1:
     for _ in range(2):
-        event("formed", number=order())
+        event("formed", number=generation())
         mark("formed")
     event("ended")
     sys.exit(0)

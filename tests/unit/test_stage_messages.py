@@ -41,8 +41,8 @@ class Line:
 
 def two_parts(action: Action) -> Read:
     """Reads two numbers; the second tensor is made once the first number is known."""
-    number = yield torch.empty(1, dtype=torch.float64)
-    other = yield torch.empty(1, dtype=torch.float64).expand(1).clone()
+    yield (number := torch.empty(1, dtype=torch.float64))
+    yield (other := torch.full_like(number, float("nan")))
     return action, float(number), float(other)
 
 
@@ -92,6 +92,6 @@ def test_a_message_that_comes_early_is_put_aside(hosts: list[int]) -> None:
 def test_a_stage_hands_on_to_one_of_the_same_worker() -> None:
     line, mine = Line([0, 1], []), Action(BACKWARD, 0, 0)
     messages = started(line, set())
-    messages.send(mine, [torch.tensor([5.0]), torch.tensor([6.0])])
+    messages.send(mine, [torch.tensor([number], dtype=torch.float64) for number in (5, 6)])
     assert messages.receive(mine, 0) == (mine, 5, 6)
     assert line.log == []

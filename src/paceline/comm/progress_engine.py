@@ -366,7 +366,8 @@ class ProgressEngine:
                 if self.lock.acquire(timeout=PAUSE):
                     try:
                         self._advance()
-                        self._hurried &= any(operation.hurries for line in self._queues.values() for operation in line)
+                        if not any(operation.hurries for line in self._queues.values() for operation in line):
+                            self._hurried = False
                     finally:
                         self.lock.release()
                 self._complete_futures()

@@ -136,8 +136,9 @@ def _other_plan(options: LaunchOptions, code: int, agent: Agent) -> LaunchOption
     from paceline.launch.plan_watch import next_options  # not with every run
 
     other = next_options(options, code, agent.change, agent.has_trained)
-    if other is None or other.chosen is None:
+    if other is None:
         return None
+    assert other.chosen is not None
     return replace(other, size=size_over_hosts(other.plan, other.workers, other.chosen.workers))
 
 

@@ -20,7 +20,6 @@ from paceline.base.text import duration, plural
 from paceline.errors import PlanError
 from paceline.launch.options import ChosenPlan, LaunchOptions
 from paceline.launch.workers import Worker
-from paceline.plan import Plan
 from paceline.planner.candidates import words_over
 from paceline.planner.choose import milliseconds
 from paceline.planner.descriptions import ALIKE
@@ -72,10 +71,10 @@ def _with_change(options: LaunchOptions, change: PlanChange) -> LaunchOptions:
     assert chosen is not None
     assert chosen.outlook is not None
     what, why = describe(chosen.outlook, change)
-    about = chosen.outlook.changed(change), options, change.now
-    another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, *about)
+    outlook = chosen.outlook.changed(change)
+    another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, outlook, options, change.now)
     workers = min(options.workers, change.now.started)
-    plan = replace(Plan.parse(change.plan), data=None).validate(change.workers)
+    plan = outlook.plan_for(change.workers)
     words = change.plan if workers == change.workers else words_over(plan, change.now.hosts)
     return replace(options, plan=words, workers=workers, chosen=another, begin=1)
 

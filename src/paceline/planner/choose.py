@@ -53,14 +53,19 @@ class Prospect:
     correction: float = 1.0  # of the seconds, by trials of other plans
 
     @property
+    def predicted_need(self) -> float:
+        """Bytes of the process in a run that writes checkpoints, as predicted."""
+        return self.memory + self.checkpoint
+
+    @property
     def needs(self) -> float:
-        """Bytes of the process in a run that writes checkpoints: as measured if the plan was tried, but for the
-        comparison of a divided model, which is left out where memory is too small.
+        """The same as measured if the plan was tried, but for the comparison of a divided model, which is left out
+        where memory is too small.
         """
         if self.trial is None or not self.trial.peaks:
-            return self.memory + self.checkpoint
-        peak = float(max(self.trial.peaks))
-        return (peak if self.plan.mesh(self.workers).unit == 1 else min(peak, self.memory)) + self.checkpoint
+            return self.predicted_need
+        measured = max(self.trial.peaks) + self.checkpoint
+        return measured if self.plan.mesh(self.workers).unit == 1 else min(measured, self.predicted_need)
 
     @property
     def fits(self) -> bool:
@@ -272,7 +277,7 @@ class Answer:
         if one.trial is not None:
             lines[0] += f", measured {milliseconds(one.step_seconds)}"
         lines += [f"  {name:12} {milliseconds(taken)}" for name, taken in one.parts.items() if taken > 0]
-        lines.append(f"  {'memory':12} {size_of(one.memory + one.checkpoint)} of {size_of(one.room)}")
+        lines.append(f"  {'memory':12} {size_of(one.predicted_need)} of {size_of(one.room)}")
         return "\n".join(lines if one.fits else [*lines, f"  {one.limits}"])
 
     def as_data(self) -> dict[str, Any]:

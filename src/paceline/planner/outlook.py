@@ -225,7 +225,7 @@ class Outlook(Description, frozen=True):
             ratios,
             best.trial.busy if best.trial is not None else (),
             floor=max(0.0, max(base.peaks) - held),
-            memory=best.memory + best.checkpoint,
+            memory=best.predicted_need,
             refused=tuple(answer.refused),
             spans=spans,
         )

@@ -27,7 +27,7 @@ from paceline.launch.engines.launcher import HostJob
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit
 LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
-# Options that name the nodes of a job or count them.
+# Options that select the nodes of a job or set their number.
 OF_NODES = ("-w", "--nodelist", "-F", "--nodefile", "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node")
 
 
@@ -130,7 +130,9 @@ def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
 
 
 def of_any_node(asked: Sequence[str]) -> list[str]:
-    """Returns the options `asked` without those that name or count nodes: a replacement job may get any other node."""
+    """Returns the options `asked` without those that select nodes or set their number: any other node may replace a
+    node that was left out.
+    """
     _, others = _take_options(asked, OF_NODES)
     return others
 

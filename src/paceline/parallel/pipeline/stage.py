@@ -370,22 +370,23 @@ class Pipeline:
 
     def _read_values(self, stage: int) -> Read:
         """Reads the structure of the blocks' results, the changes of generators, and the values that a stage sent."""
-        first = bytes((yield torch.empty(HEAD, dtype=torch.uint8)).numpy())
-        length = int.from_bytes(first[:8], "little")
-        head = first[8 : 8 + length]
+        yield (first := torch.empty(HEAD, dtype=torch.uint8))
+        data = bytes(first.numpy())
+        length = int.from_bytes(data[:8], "little")
+        head = data[8 : 8 + length]
         if length > HEAD - 8:
-            head += bytes((yield torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
+            yield (rest := torch.empty(length - HEAD + 8, dtype=torch.uint8))
+            head += bytes(rest.numpy())
         forms, drawn, kinds = decode_message(head, "values", f"stage {stage}")
         tensors = list[torch.Tensor]()
         for dtype, shape, grad in kinds:
-            value = yield torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)
+            yield (value := torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device))
             tensors.append(value.requires_grad_(grad))
         return forms, drawn, tensors
 
     def _read_gradients(self, outputs: Sequence[torch.Tensor]) -> Read:
-        gradients = list[torch.Tensor]()
-        for value in outputs:
-            gradients.append((yield torch.empty_like(value, memory_format=torch.contiguous_format)))
+        gradients = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in outputs]
+        yield from gradients
         return gradients
 
     def _survey(self, kind: _Kind, call: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,27 +24,21 @@ from paceline.comm.communicator import Group
 from paceline.parallel.pipeline.schedule import Action, worker_of
 
 MOST = 64  # messages in flight before a sender waits
-# Reads a message: yields a tensor for its next part, is sent the tensor that has it, and returns what it has read.
-Read = Generator[torch.Tensor, torch.Tensor, Any]
+# Reads a message: yields an empty tensor for each part in turn, which is filled meanwhile, and returns the content.
+Read = Generator[torch.Tensor, None, Any]
 
 
 @dataclass
-class _Awaited:
-    """A message that comes while this worker computes."""
+class _Message:
+    """A message that is being read. `work` is its transfer, if it comes while this worker computes."""
 
     read: Read
     work: dist.Work | None = None
     content: Any = None
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that are to be filled, one after the other."""
-        try:
-            part = next(self.read)
-            while True:
-                yield part
-                part = self.read.send(part)
-        except StopIteration as end:
-            self.content = end.value
+        """Yields a tensor for each part, to be filled before the next one; then `content` is known."""
+        self.content = yield from self.read
 
 
 class StageMessages:
@@ -58,7 +53,7 @@ class StageMessages:
         self._sent: list[Any] = []
         self._arrived: dict[Action, Any] = {}  # what was read early
         self._expected: dict[int, deque[Action]] = {}  # by sender, in the order of sending
-        self._awaited: dict[int, _Awaited] = {}  # by sender: its next message
+        self._awaited: dict[int, _Message] = {}  # by sender: its next message
         self.waited = 0.0  # seconds spent waiting for other stages
         self.sent = 0  # bytes
 
@@ -74,8 +69,10 @@ class StageMessages:
         """Sends the message for an action of another stage."""
         worker = self.worker(action.stage)
         if worker == self._line.rank:
-            clones = iter([tensor.clone() for tensor in tensors])
-            self._arrived[action] = self._read_now(action, lambda _: next(clones))
+            message = self._message(action)
+            for part, tensor in zip(message.parts(), tensors, strict=True):
+                part.data = tensor.clone()
+            self._arrived[action] = message.content
             return
         for sender in self._expected:
             self._await_next(sender)
@@ -91,9 +88,8 @@ class StageMessages:
 
     def fetch_from(self, worker: int, tensor: torch.Tensor) -> torch.Tensor:
         """Fills a tensor with what a worker has sent."""
-        began = time.perf_counter()
-        self._line.receive(tensor, worker)
-        self.waited += time.perf_counter() - began
+        with self._waiting():
+            self._line.receive(tensor, worker)
         return tensor
 
     def receive(self, action: Action, sender: int) -> Any:
@@ -111,26 +107,21 @@ class StageMessages:
         """Returns what was read of the next message from a worker, which is for this action."""
         if expected := self._expected.get(worker):
             expected.popleft()
-        awaited = self._awaited.pop(worker, None)
-        if awaited is None:
-            content = self._read_now(action, lambda part: self.fetch_from(worker, part))
+        message = self._awaited.pop(worker, None)
+        if message is not None:
+            with self._waiting():
+                self._line.finish(message.work)
         else:
-            began = time.perf_counter()
-            self._line.finish(awaited.work)
-            self.waited += time.perf_counter() - began
-            content = awaited.content
+            message = self._message(action)
+            for part in message.parts():
+                self.fetch_from(worker, part)
         self._await_next(worker)
-        return content
+        return message.content
 
-    def _read_now(self, action: Action, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def _message(self, action: Action) -> _Message:
         read = self._read(action)
         assert read is not None
-        try:
-            part = next(read)
-            while True:
-                part = read.send(fetch(part))
-        except StopIteration as end:
-            return end.value
+        return _Message(read)
 
     def _await_next(self, worker: int) -> None:
         """Begins to await the next message from a worker, if it is known which one that is and how to read it."""
@@ -138,21 +129,27 @@ class StageMessages:
         if not (self._ahead and expected) or worker in self._awaited or len(set(self._line.hosts)) == 1:
             return
         if (read := self._read(expected[0])) is not None:
-            awaited = self._awaited[worker] = _Awaited(read)
-            awaited.work = self._line.start_receive(awaited.parts(), worker)
+            message = self._awaited[worker] = _Message(read)
+            message.work = self._line.start_receive(message.parts(), worker)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts the seconds of a block in `waited`."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
 
     def finish(self) -> None:
         """Waits until the other stages have received all messages of this worker."""
-        began = time.perf_counter()
-        for work in self._sent:
-            self._line.finish(work)
+        with self._waiting():
+            for work in self._sent:
+                self._line.finish(work)
         self._sent.clear()
-        self.waited += time.perf_counter() - began
 
     def abandon(self) -> None:
         """Forgets all messages in flight."""
         self._sent.clear()
         self._arrived.clear()
-        self._line.abandon([awaited.work for awaited in self._awaited.values()])
+        self._line.abandon([message.work for message in self._awaited.values()])
         self._awaited.clear()
         self._expected = {}
