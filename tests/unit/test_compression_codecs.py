@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm import codec_tuning as choice
+from paceline.comm import compression
 from paceline.comm import link_speed as links
+from paceline.comm.buffer_pool import BufferPool
 from paceline.comm.compression import BLOCK, Codec
 from paceline.comm.gradient_buckets import Bucket
 from paceline.comm.progress_engine import Steps
@@ -76,11 +78,11 @@ class Leaders:
         for part in parts:
             yield from part
 
-    def all_gather(self, flat: torch.Tensor) -> Any:
-        return torch.stack((yield from self._said(flat)))
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        return torch.stack((yield from self._said(flat)), out=into)
 
-    def all_to_all(self, rows: torch.Tensor) -> Any:
-        return torch.stack([one[self.rank] for one in (yield from self._said(rows))])
+    def all_to_all(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        return torch.stack([one[self.rank] for one in (yield from self._said(rows))], out=into)
 
     def all_reduce(self, flat: torch.Tensor) -> Any:
         flat.copy_(sum((yield from self._said(flat))))
@@ -184,6 +186,39 @@ def test_sums_do_not_depend_on_the_default_dtype(word: str, default: torch.dtype
 def test_sums_of_rounded_numbers_have_the_bits_of_numpy(word: str, rows: list[np.ndarray]) -> None:
     for found in summed(word, rows):
         np.testing.assert_array_equal(found, expected(word, rows))
+
+
+@pytest.mark.parametrize("word", ROUNDING)
+def test_sums_in_segments_with_memory_used_again_have_the_bits_of_numpy(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "SEGMENT", 2 * BLOCK)
+    steps = [[values(seed + host, size, "usual") for host in range(3)] for seed, size in enumerate([4000, 1300, 4001])]
+
+    def work(rank: int, leaders: Leaders) -> list[np.ndarray]:
+        codec, sums = Codec(word), []
+        for done, rows in enumerate(steps):
+            bucket = bucket_of([rows[rank].shape], rows[rank])
+            codec.begin(done, 1.0)
+            codec.start(bucket, leaders)  # type: ignore[arg-type]
+            sums.append(bucket.flat.numpy())
+        return sums
+
+    for found in in_threads(3, work):
+        for sums, rows in zip(found, steps, strict=True):
+            np.testing.assert_array_equal(sums, expected(word, rows))
+
+
+def test_buffers_are_used_again() -> None:
+    pool = BufferPool()
+    small, large = pool.take(2, 100), pool.take(5, 100)
+    assert small.shape == (2, 100)
+    assert small.data_ptr() != large.data_ptr()
+    known = {small.data_ptr(), large.data_ptr()}
+    pool.give(small, large)
+    again = [pool.take(5, 100), pool.take(1, 150)]
+    assert {one.data_ptr() for one in again} == known
+    assert [one.shape for one in again] == [(5, 100), (1, 150)]
 
 
 @given(rows=gradients)

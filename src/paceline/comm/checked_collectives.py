@@ -190,17 +190,21 @@ class CheckedLeaders:
         """Runs several generators of collectives side by side, as the leaders do."""
         return self._leaders.in_turns(parts)
 
-    def all_to_all(self, rows: torch.Tensor) -> Any:
-        """Sends row i to worker i; returns a row of the same length from each worker."""
+    def all_to_all(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        """Sends row i to worker i; returns a row of the same length from each worker, in the memory of `into`, if it is
+        given.
+        """
         signed = self._sign(raw_bytes(rows).view(self.size, rows.nbytes // self.size), to=(self.rank + 1) % self.size)
         taken = yield from self._leaders.all_to_all(signed)
-        return self._unsign(taken, rows.dtype)
+        received = self._unsign(taken, rows.dtype)
+        return received if into is None else into.copy_(received)
 
-    def all_gather(self, flat: torch.Tensor) -> Any:
-        """Gathers the flat tensor of all workers, of one length, as rows."""
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        """Gathers the flat tensor of all workers, of one length, as rows; in the memory of `into`, if it is given."""
         signed = self._sign(raw_bytes(flat)[None], to=0)
         taken = yield from self._leaders.all_gather(signed[0])
-        return self._unsign(taken, flat.dtype)
+        received = self._unsign(taken, flat.dtype)
+        return received if into is None else into.copy_(received)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Overwrites `flat` on all workers with that of `root`."""

@@ -57,15 +57,16 @@ class LoopbackPeers:
         for part in parts:
             yield from part
 
-    def all_gather(self, flat: torch.Tensor) -> Any:
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Any:
         """As `Gloo.all_gather`: one copy of `flat` per leader."""
         yield from self._count((self.size - 1) * flat.nbytes, self.size - 1)
-        return flat.expand(self.size, -1).clone()
+        copies = flat.expand(self.size, -1)
+        return copies.clone() if into is None else into.copy_(copies)
 
-    def all_to_all(self, rows: torch.Tensor) -> Any:
+    def all_to_all(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> Any:
         """As `Gloo.all_to_all`: the rows themselves."""
         yield from self._count(rows[1:].nbytes, 1)
-        return rows.clone()
+        return rows.clone() if into is None else into.copy_(rows)
 
     def all_reduce(self, flat: torch.Tensor) -> Any:
         """As `Gloo.all_reduce`, but `flat` stays as it is."""

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from paceline.base.batching import Versions
+from paceline.comm.buffer_pool import BufferPool
 from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import Bucket
 from paceline.comm.hierarchical import Between, Leaders
@@ -36,6 +38,7 @@ from paceline.comm.shared_memory import raw_bytes
 
 LOSSY = ("topk", "sign", "powersgd")
 CACHED = 1 << 16  # elements that are processed at a time
+SEGMENT = 1 << 18  # elements that are encoded in one call
 BLOCK = 256  # elements that share a scale
 _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 _SQUARES = 8  # bytes: how much a leader has not sent goes along with what it sends
@@ -51,6 +54,9 @@ class Code(Protocol):
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
         """The float32 rows, of `length` elements each, of these bytes."""
+
+    def width(self, length: int) -> int:
+        """The bytes of a row of `length` elements."""
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
@@ -84,6 +90,10 @@ class Bf16:
         """The float32 rows of these bytes."""
         return codes.view(torch.bfloat16).float()
 
+    def width(self, length: int) -> int:
+        """The bytes of a row of `length` elements."""
+        return 2 * length
+
 
 @dataclass(frozen=True)
 class Scaled:
@@ -115,6 +125,10 @@ class Scaled:
             torch.mul(part.copy_(code), scale, out=part)
         return made.flatten(1)[:, :length]
 
+    def width(self, length: int) -> int:
+        """The bytes of a row of `length` elements."""
+        return -(-length // BLOCK) * (4 + BLOCK * self.dtype.itemsize)
+
 
 class Nibbles:
     """Rounds blocks to numbers from -7 to 7, two in a byte, each block divided by a scale of its own."""
@@ -122,16 +136,28 @@ class Nibbles:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """The scales and the packed numbers of each row."""
         blocks = _blocks(rows)
-        scales = blocks.abs().amax(-1, keepdim=True).div_(7)
-        scales.masked_fill_(scales == 0, 1.0)
-        codes = (blocks / scales).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
-        return _packed(scales, codes[..., ::2] | codes[..., 1::2] << 4)
+        scales = torch.empty(*blocks.shape[:2], 1, dtype=torch.float32)
+        pairs = torch.empty(*blocks.shape[:2], BLOCK // 2, dtype=torch.uint8)
+        for part, scale, pair in _parts(blocks, scales, pairs):
+            torch.amax(part.abs(), -1, keepdim=True, out=scale)
+            scale.div_(7).masked_fill_(scale == 0, 1.0)
+            codes = part.div(scale).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+            torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=pair)
+        return _packed(scales, pairs)
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
         """The float32 rows, of `length` elements each, of these bytes."""
-        scales, pairs = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
-        numbers = torch.stack([pairs & 15, pairs >> 4], -1).view(len(codes), -1, BLOCK).float().sub_(8)
-        return numbers.mul_(scales[..., None]).flatten(1)[:, :length]
+        scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        pairs = rest.view(*scales.shape, BLOCK // 2)
+        made = torch.empty(*scales.shape, BLOCK, dtype=torch.float32)
+        for part, scale, pair in _parts(made, scales[..., None], pairs):
+            part[:, ::2], part[:, 1::2] = pair & 15, pair >> 4
+            part.sub_(8).mul_(scale)
+        return made.flatten(1)[:, :length]
+
+    def width(self, length: int) -> int:
+        """The bytes of a row of `length` elements."""
+        return -(-length // BLOCK) * (4 + BLOCK // 2)
 
 
 class Sign:
@@ -140,14 +166,25 @@ class Sign:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """The scales and the packed signs of each row."""
         blocks = _blocks(rows)
-        bits = (blocks >= 0).view(len(rows), -1, 8) * _BITS
-        return _packed(blocks.abs().mean(-1), bits.sum(-1, dtype=torch.uint8))
+        scales = torch.empty(*blocks.shape[:2], 1, dtype=torch.float32)
+        bits = torch.empty(*blocks.shape[:2], BLOCK // 8, dtype=torch.uint8)
+        for part, scale, bit in _parts(blocks, scales, bits):
+            torch.mean(part.abs(), -1, keepdim=True, out=scale)
+            torch.sum((part >= 0).view(len(part), -1, 8) * _BITS, -1, dtype=torch.uint8, out=bit)
+        return _packed(scales, bits)
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
         """The float32 rows, of `length` elements each, of these bytes."""
-        scale, bits = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
-        signs = ((bits[..., None] & _BITS) != 0).view(len(codes), -1, BLOCK).float() * 2 - 1
-        return (signs * scale[..., None]).flatten(1)[:, :length]
+        scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        bits = rest.view(*scales.shape, BLOCK // 8)
+        made = torch.empty(*scales.shape, BLOCK, dtype=torch.float32)
+        for part, scale, bit in _parts(made, scales[..., None], bits):
+            part.copy_(((bit[..., None] & _BITS) != 0).view(part.shape)).mul_(2).sub_(1).mul_(scale)
+        return made.flatten(1)[:, :length]
+
+    def width(self, length: int) -> int:
+        """The bytes of a row of `length` elements."""
+        return -(-length // BLOCK) * (4 + BLOCK // 8)
 
 
 @dataclass(frozen=True)
@@ -169,6 +206,10 @@ class TopK:
         places, values = _unpacked(codes, 4 * self._count(length), torch.int32)
         made = torch.zeros(len(codes), length, dtype=torch.float32)
         return made.scatter_(1, places.long(), values.view(torch.float32))
+
+    def width(self, length: int) -> int:
+        """The bytes of a row of `length` elements."""
+        return 8 * self._count(length)
 
 
 @dataclass
@@ -242,6 +283,7 @@ class Codec:
         self.sent = self.full = self.spent = 0.0
         self.bad: set[int] = set()
         self._was, self._next, self._scale = Feedback(), Feedback(), 1.0
+        self._buffers = BufferPool()
 
     @property
     def kind(self) -> str:
@@ -325,7 +367,7 @@ class Codec:
         code = how.code
         assert code is not None
         rows = flat.split(max(1, -(-len(flat) // leaders.size)))
-        step = max(1, leaders.chunk // code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).nbytes) * BLOCK
+        step = max(1, leaders.chunk // code.width(BLOCK)) * BLOCK
         starts = range(0, len(rows[0]), step)
         yield from leaders.in_turns(
             self._stretch(code, leaders, [row[at : at + step] for row in rows]) for at in starts
@@ -335,14 +377,24 @@ class Codec:
     def _stretch(self, code: Code, leaders: Leaders, rows: Sequence[torch.Tensor]) -> Steps:
         """Sums a stretch of each row; the last rows may have less of it, or nothing."""
         length = len(rows[0])
-        owed = torch.zeros(leaders.size, length, dtype=torch.float32)
-        for row, target in zip(rows, owed, strict=False):
-            target[: len(row)].copy_(row)
-        codes = yield from leaders.all_to_all(code.encode(owed))
-        codes = yield from last(leaders.all_gather(code.encode(_sum(code, codes, length)[None])[0]))
-        for row, made in zip(rows, code.decode(codes, length), strict=False):
-            row.copy_(made[: len(row)])
+        rows = [*rows, *[rows[0][:0]] * (leaders.size - len(rows))]
+        segments = _segments(code, length)
+        codes, received = (self._buffers.take(leaders.size, code.width(length)) for _ in range(2))
+        for row, target in zip(rows, codes, strict=True):
+            for elements, bytes_ in segments:
+                part = row[elements.start : elements.stop]
+                target[bytes_] = code.encode(_float_row(part, len(elements)))[0]
+        yield from leaders.all_to_all(codes, received)
+        total = received[0]  # codes of the sums of this leader's stretch
+        for elements, bytes_ in segments:
+            total[bytes_] = code.encode(_sum(code, received[:, bytes_], len(elements))[None])[0]
+        yield from last(leaders.all_gather(total, codes))
+        for row, source in zip(rows, codes, strict=True):
+            for elements, bytes_ in segments:
+                part = row[elements.start : elements.stop]
+                part.copy_(code.decode(source[None, bytes_], len(elements))[0, : len(part)])
         self.sent += 2 * codes[1:].nbytes
+        self._buffers.give(codes, received)
 
     # -- lossy ------------------------------------------------------------------------------------------------------
 
@@ -433,6 +485,18 @@ def _sum(code: Code, codes: torch.Tensor, length: int) -> torch.Tensor:
     for row in codes[1:]:
         total += code.decode(row[None], length)[0]
     return total
+
+
+def _segments(code: Code, length: int) -> list[tuple[range, slice]]:
+    """The elements of a row that are encoded at a time, and the bytes of their codes."""
+    ends = [*range(0, length, SEGMENT), length]
+    return [(range(start, end), slice(code.width(start), code.width(end))) for start, end in pairwise(ends)]
+
+
+def _float_row(part: torch.Tensor, length: int) -> torch.Tensor:
+    """A row of float32 that begins with these numbers; zeros follow."""
+    row = part.to("cpu", torch.float32)[None]
+    return row if len(part) == length else pad(row, (0, length - len(part)))
 
 
 def _pays(part: torch.Tensor, rank: int) -> bool:

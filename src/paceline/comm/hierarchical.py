@@ -199,14 +199,14 @@ class Gloo:
         yield from answer or self.same(fp)
         return (yield from self.all_gather(flat))
 
-    def all_gather(self, flat: torch.Tensor) -> Any:
-        """Gathers the flat tensor of all workers, of one length, as rows."""
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        """Gathers the flat tensor of all workers, of one length, as rows; in the memory of `into`, if it is given."""
         parts = raw_bytes(flat).split(self.chunk) if flat.nbytes else (raw_bytes(flat),)
-        taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
+        taken = _room(self.size, parts, into)
         pieces = [(t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(self.group._allgather_base, pieces, (self.size - 1) * flat.nbytes)
         # An empty tensor has strides that no view of another dtype takes.
-        return _joined(taken).view(flat.dtype) if flat.nbytes else flat.new_empty(self.size, 0)
+        return _joined(taken, into).view(flat.dtype) if flat.nbytes else flat.new_empty(self.size, 0)
 
     def all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Steps:
         """Reduces `flat` in place on all workers."""
@@ -221,13 +221,15 @@ class Gloo:
         options.rootRank = root
         yield from self.run(lambda alias: self.group.broadcast([alias], options), raw_bytes(flat))
 
-    def all_to_all(self, rows: torch.Tensor) -> Any:
-        """Sends row i to worker i; returns a row of the same length from each worker."""
+    def all_to_all(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        """Sends row i to worker i; returns a row of the same length from each worker, in the memory of `into`, if it is
+        given.
+        """
         parts = [part.contiguous() for part in raw_bytes(rows).view(self.size, -1).split(self.chunk, 1)]
-        taken, options = [torch.empty_like(part) for part in parts], c10d.AllToAllOptions()
+        taken, options = _room(self.size, [part[0] for part in parts], into), c10d.AllToAllOptions()
         pieces = [(t.view(-1), p.view(-1)) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(lambda *pair: self.group.alltoall_base(*pair, [], [], options), pieces, rows[1:].nbytes)
-        return _joined(taken).view(rows.dtype)
+        return _joined(taken, into).view(rows.dtype)
 
     def exchange(self, given: torch.Tensor, gives: Sequence[int], takes: Sequence[int], times: int = 1) -> Any:
         """Exchanges flat bytes: `gives[i]` of them go to worker i, and `takes[i]` come from it. Returns those that
@@ -252,8 +254,18 @@ def _from(first: Condition, rest: Steps) -> Steps:
     yield from rest
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
+def _room(size: int, parts: Sequence[torch.Tensor], into: torch.Tensor | None) -> list[torch.Tensor]:
+    """Memory for what comes from `size` workers, of bytes like each of these parts of a row."""
+    if into is not None and len(parts) == 1:
+        return [raw_bytes(into).view(size, -1)]
+    return [torch.empty(size, len(part), dtype=torch.uint8) for part in parts]
+
+
+def _joined(parts: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
+    """The rows that came in parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, 1, out=None if into is None else raw_bytes(into).view(len(parts[0]), -1))
 
 
 class Leaders(Protocol):
@@ -266,8 +278,8 @@ class Leaders(Protocol):
     def in_turns(self, parts: Iterable[Steps]) -> Steps:
         """Runs several generators of collectives side by side."""
 
-    def all_gather(self, flat: torch.Tensor) -> Any:
-        """Gathers the flat tensor of all workers, of one length, as rows."""
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        """Gathers the flat tensor of all workers, of one length, as rows; in the memory of `into`, if it is given."""
 
     def all_reduce(self, flat: torch.Tensor) -> Steps:
         """Sums `flat` in place on all workers."""
@@ -275,8 +287,10 @@ class Leaders(Protocol):
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Overwrites `flat` on all workers with that of `root`."""
 
-    def all_to_all(self, rows: torch.Tensor) -> Any:
-        """Sends row i to worker i; returns a row of the same length from each worker."""
+    def all_to_all(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        """Sends row i to worker i; returns a row of the same length from each worker, in the memory of `into`, if it is
+        given.
+        """
 
 
 Between = Callable[[Leaders, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place

@@ -25,13 +25,12 @@ from paceline.planner.descriptions import (
     relative_loads,
 )
 from paceline.planner.history import History
-from paceline.planner.memory import checkpoint_copy, worker_memory
+from paceline.planner.memory import checkpoint_copy, coding_memory, worker_memory
 from paceline.planner.step_time import StepTime, step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
 STARTED = 64e6  # bytes that a process takes in its first steps besides tensors, before a trial has shown how many
 FLAT = 25 << 20  # bytes of the tensors in which parameters are sent and compared
-CODED = 3.0  # bytes that a codec takes for each byte of gradients while it sums them between hosts
 COMPARED = 3.0  # times the activations of a micro-batch that the comparison with the complete model takes
 
 
@@ -196,7 +195,7 @@ class Predictor:
         # Weights and states are copied into flat tensors, to be compared between workers.
         flats = 2 * min(FLAT, max(memory.parameters, memory.optimizer)) if workers > 1 else 0.0
         sums = any(worker.sent.get("gradients") for worker in self._bytes(plan))
-        coded = CODED * memory.gradients if plan.codec and sums else 0.0
+        coded = coding_memory(plan, self.model, memory.gradients) if sums else 0.0
         most = max(memory.total + coded, kept + flats)
         # Before the first update, a divided model is compared with the complete one, unless memory is too small.
         compared = self._comparison(plan, workers) - memory.optimizer

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 
 from paceline.base.mesh import AXES
 from paceline.parallel.pipeline.schedule import most_in_flight, table
-from paceline.plan import Plan
+from paceline.plan import CODED_BYTES, Plan
 from paceline.planner.compute_time import ComputeTime
 from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription, WorkerBytes
 from paceline.planner.workload import Stage, Workload
 
 INT8_SAVES = 2 * (3 - 4 / 256)  # bytes for each element, where optimizer_states=int8 keeps Adam's states in 8 bits
+CODES = 4.0  # times its gradients' codes that a worker takes to round them: codes of its own and of others, and copies
+UNSENT = 6.0  # times its gradients that a worker takes for a codec that leaves most out: residuals, and copies
 MOST = 4  # rounds of micro-batches after which a pipeline, other than gpipe, keeps no more of them
 
 
@@ -68,6 +70,14 @@ def checkpoint_copy(plan: Plan, model: ModelDescription, machine: MachineDescrip
     spans = plan.mesh(workers).replica > machine.workers_per_host
     writers = workers if spans else min(workers, machine.workers_per_host)
     return model.parameters * (model.element_size + _state(plan, model)) / writers
+
+
+def coding_memory(plan: Plan, model: ModelDescription, gradients: float) -> float:
+    """Returns the bytes that a worker takes to sum these bytes of gradients with the plan's codec between hosts."""
+    if not plan.codec:
+        return 0.0
+    coded = CODED_BYTES.get(plan.codec)  # of 256 elements
+    return UNSENT * gradients if coded is None else CODES * gradients / model.element_size * coded / 256
 
 
 def _state(plan: Plan, model: ModelDescription) -> float:
