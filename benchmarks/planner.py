@@ -1,7 +1,7 @@
 """What `paceline plan` predicts and what the plans then take, on this machine.
 
     python benchmarks/planner.py [--models mlp gpt words] [--workers 2 3 4] [--slow 2 4] [--links 50 200 1000]
-        [--try 6] [--steps 20] [--minutes 40] [--record FILE]
+        [--try 6] [--steps 20] [--minutes 40] [--auto] [--record FILE]
 
 A situation is a model together with a team of workers. There are three kinds of teams:
 
@@ -18,6 +18,9 @@ predicted before its own trial. The trial of the script's plan is left out of th
 by it. The output also shows how much slower the first choice is than the best plan tried, and how much slower the best
 of the script's plan and the first three is, which is what `--try 3` chooses. Each situation has a history of its own,
 so earlier predictions correct nothing.
+
+With `--auto`, a run of 10,000 steps begins with `--plan auto` instead, on this machine only, and the output shows how
+long it measured and tried plans before it trained.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from torch.utils.data import TensorDataset
 from turns import record
 
 import paceline
+from paceline.base.journal import read_journal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fake_ssh import install_ssh
@@ -130,6 +134,29 @@ class Situation:
                 given += ["--hosts", "a,b", "--allow", "lossy", f"--cwd={base}"]
                 return read(net.hosts[2].command(sys.executable, "-m", "paceline", "plan", *given, *words), env)
 
+    def auto(self) -> dict[str, Any]:
+        """What `--plan auto` chose at the beginning of a run, and how long it took."""
+        with tempfile.TemporaryDirectory() as base:
+            env = {**os.environ, "XDG_CACHE_HOME": base, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            env |= {"SLOW": "1"} if self.slow else {}
+            words = ["--workers", str(self.workers), "--plan", "auto", "--run-dir", f"{base}/run", "--max-time", "90s"]
+            command = [
+                sys.executable,
+                "-m",
+                "paceline",
+                "run",
+                *words,
+                os.path.abspath(__file__),
+                "--train",
+                self.model,
+            ]
+            began = time.time()
+            subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            events = read_journal(Path(base) / "run")
+            (decision,) = (event for event in events if event["event"] == "decision" and "plan" in event)
+            start = next(event for event in events if event["event"] == "start")
+            return {"plan": decision["plan"], "why": decision["why"], "until_start": round(start["at"] - began, 1)}
+
 
 def read(command: list[str], env: dict[str, str]) -> dict[str, Any]:
     """What a command prints as JSON."""
@@ -177,6 +204,7 @@ def main() -> None:
     parser.add_argument("--try", dest="tries", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--auto", action="store_true")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--train", choices=MODELS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -184,6 +212,14 @@ def main() -> None:
         train(args.train)
         return
     results: dict[str, Any] = {}
+    if args.auto:
+        for situation in situations(args):
+            if not situation.mbit:
+                results[str(situation)] = taken = situation.auto()
+                print(f"{situation!s:32} {taken['until_start']} s until the run started: {taken['why']}", flush=True)
+                if args.record:
+                    record(args.record, results=results)
+        return
     began, left_out = time.monotonic(), list[str]()
     print(f"at most {args.tries} plans of each situation are tried; each takes seconds")
     for situation in situations(args):

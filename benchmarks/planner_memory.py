@@ -149,7 +149,7 @@ def outcome(situation: Situation, one: dict[str, Any], limit: int, steps: int) -
 
 def need(one: dict[str, Any]) -> float:
     """The bytes that a worker needs under a plan, with those of the copy from which it writes a checkpoint."""
-    return float(one["memory"] + one["checkpoint"])
+    return float(one["memory"] + one["further"])
 
 
 def main() -> None:

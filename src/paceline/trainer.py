@@ -545,6 +545,9 @@ class Trainer(TrainerLogging):
         dataset, collate, order, loader = take_apart(dataset, batch, collate, order, loader)
         self._loader = {"collate": collate, "options": dict(loader)}
         source = Source.of(dataset, self._seed, collate, order, loader)
+        if source.rows is None and epochs:
+            what = "report.epoch_end stays false, because an iterable dataset does not announce the end of an epoch"
+            self._reporter.say(f"{what}; to evaluate after each epoch, use one loop with epochs=1 for each", once=True)
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
         phase.site = call_site()
         self.unused_loops.append(phase)

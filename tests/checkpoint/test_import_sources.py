@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import Trainer, sample_index
 from paceline.checkpoint.import_weights import import_model
+from paceline.checkpoint.sources.deepspeed_folder import _groups
 
 STEPS = 3  # that the other program makes before it saves
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -211,7 +212,9 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("bf16")])
-def test_deepspeed(kind: str, deepspeed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed(
+    kind: str, deepspeed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = torch.load(deepspeed / kind / "next.pt")
     import_model(deepspeed / kind, tmp_path / "run")
     before = imported(tmp_path / "run")
@@ -228,6 +231,32 @@ def test_deepspeed(kind: str, deepspeed: Path, tmp_path: Path, monkeypatch: pyte
         list(steps)
         assert apart(dict(trainer.model.state_dict()), saved["weights"]) <= 1e-6
     assert apart(before, saved["weights"]) > 1e-3  # the step is not nothing
+    assert "the optimizer's options" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("bf16")])
+def test_options_of_deepspeed_are_compared_group_by_group(
+    kind: str, deepspeed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_model(deepspeed / kind, tmp_path / "run")
+
+    def optimizer(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        weights, biases = groups(params)
+        return torch.optim.AdamW([weights, {**biases, "weight_decay": 0.05}], lr=0.02, weight_decay=0.1)
+
+    with running(tmp_path / "run", monkeypatch):
+        Trainer(Tiny, lambda out, batch: cross_entropy(out, batch[1]), optimizer, global_batch=24)
+    line = "the optimizer's options are those of the script: weight_decay 0.05 instead of 0.0 in the import\n"
+    assert line in capsys.readouterr().err
+
+
+def test_a_group_of_deepspeed_may_have_several_vectors() -> None:
+    """Stage 3 cuts a group of more than a billion elements."""
+    saved = [{"lr": 1.0, "params": [0, 1]}, {"lr": 2.0, "params": [2]}]
+    assert _groups(saved, [["a", "b"], ["c"], ["d"]]) == [
+        {"lr": 1.0, "params": ["a", "b", "c"]},
+        {"lr": 2.0, "params": ["d"]},
+    ]
 
 
 def test_deepspeed_in_bfloat16(deepspeed: Path, tmp_path: Path) -> None:

@@ -63,10 +63,9 @@ def test_plans_are_predicted_and_the_best_are_tried(folder):
     assert not (folder / "runs").exists()
     assert not (folder / "out.safetensors").exists()
     words = shlex.split(command, comments=True)
-    assert words[-1] == "train.py"
-    if words[0] == "paceline":
-        run(*words[1:], folder=folder)
-        assert (folder / "out.safetensors").exists()
+    assert (words[0], words[-1]) == ("paceline", "train.py")
+    run(*words[1:], folder=folder)
+    assert (folder / "out.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -86,10 +85,37 @@ def test_all_plans_as_data(folder):
 
 
 @pytest.mark.slow
+def test_plans_are_found_for_fewer_workers_than_the_plan_of_the_script_needs(folder):
+    words = ("plan", "train.py", "--workers", "2", "--try", "1", "--steps", "2", "--explain", "codec=sign")
+    done = run(*words, "--", "shard=4 zero=1", folder=folder)
+    assert re.match(r"paceline run --workers [12] --plan \S+ train.py", done.stdout)
+    what = "'codec=sign' is not among the plans to choose from: see --keep and --allow, or leave words out"
+    assert done.stdout.splitlines()[-1] == what
+
+
+@pytest.mark.slow
+def test_a_model_for_which_no_plan_can_be_used_is_explained(folder):
+    done = run("plan", "train.py", "--workers", "2", "--steps", "2", "--keep", "context=2", folder=folder)
+    what = "no plan can be used for this model, for the reasons below: use other words or another number of workers"
+    assert done.stdout.splitlines()[0] == what
+    assert "rows have no sequence that context= could split: 'data=1 context=2'" in done.stdout
+
+
+@pytest.mark.slow
+def test_days_of_a_script_are_simulated_without_a_description(folder):
+    done = run("simulate", "train.py", "--on", "cpu", "--workers", "4", "--seeds", "1", folder=folder)
+    assert "4 workers; a step in " in done.stdout
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.slow
 def test_descriptions_can_be_printed(folder):
     done = run("plan", "train.py", "--workers", "2", "--try", "0", "--describe", folder=folder)
     described = json.loads(done.stdout)
     assert sum(block["parameters"] for block in described["model"]["blocks"]) == 10 * 16 + 16 + 16 * 4 + 4
+    assert sum(block["matmul"] for block in described["model"]["blocks"]) == 2 * (10 * 16 + 16 * 4)
+    assert sum(block["operations"] for block in described["model"]["blocks"]) == 3
+    assert described["model"]["width"] > 0
     assert described["machine"]["measured"]
     assert described["machine"]["links"][0]["bandwidth"] > 0
     assert described["model"]["update"] > 0
@@ -104,7 +130,7 @@ def test_a_plan_beyond_the_memory_does_not_fit(folder):
 
 
 LARGE = """
-import re, sys, threading, time
+import os, re, sys, threading, time
 from basics import *
 
 def watch(most=0):
@@ -112,7 +138,8 @@ def watch(most=0):
         now = int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
         if now > most:
             most = now
-            open(sys.argv[1], "w").write(str(most))
+            open(sys.argv[1] + ".new", "w").write(str(most))
+            os.replace(sys.argv[1] + ".new", sys.argv[1])
         time.sleep(0.002)
 
 if sys.argv[1:]:
@@ -259,6 +286,14 @@ def test_auto_with_one_worker_needs_no_trial(folder):
         (
             ("plan", "train.py", "--allow", "lossy,fast"),
             "paceline: --allow does not know 'fast'; use lossy, local, precision",
+        ),
+        (
+            ("plan", "train.py", "--svg", "nowhere/plans.svg"),
+            "paceline: --svg cannot be written to nowhere; give a folder that can be written",
+        ),
+        (
+            ("plan", "train.py", "--json", "--explain", "data=2"),
+            "paceline: --explain is text, and --json prints JSON; leave one of them out; --json has all parts",
         ),
         (
             ("plan", "train.py", "--memory", "much"),

@@ -29,6 +29,7 @@ from paceline.planner.descriptions import (
     as_json,
     described,
 )
+from paceline.planner.outlook import Outlook
 from paceline.planner.scenarios import changed, from_descriptions, from_run
 from paceline.planner.simulation_page import by_hour
 from paceline.planner.step_time import step_time
@@ -88,6 +89,37 @@ def test_steps_of_a_described_model_are_predicted(folder: Path, capsys: pytest.C
     }
     assert {name: found[name]["scenario"]["step"] for name in expected} == pytest.approx(expected)
     assert found["link=2x"]["scenario"]["step"] < found["redo"]["scenario"]["step"]
+
+
+def test_seconds_that_were_measured_elsewhere_say_nothing_about_a_data_sheet(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = as_json(decoder(SHAPE, global_batch=256))
+    steps = []
+    for seconds in ({}, {"1": 3.0}):
+        blocks = [{**block, "seconds": seconds} for block in model["blocks"]]
+        Path("measured.json").write_text(json.dumps({**model, "blocks": blocks}))
+        words = [
+            "measured.json",
+            "--on",
+            "h100",
+            "--workers",
+            "64",
+            "--plan",
+            "shard=64 zero=3 micro=1",
+            "--seeds",
+            "1",
+        ]
+        steps.append(json.loads(printed(capsys, *words, "--json"))["redo"]["scenario"]["step"])
+    assert steps[0] == steps[1]
+
+
+def test_changes_apply_to_all_values_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--save-seconds", "4", "--sweep", "every=60..7200", "--seeds", "1", "--days", "0.1", "--json")
+    found = json.loads(printed(capsys, *DESCRIBED, *words, "--with", "workers=256", "--with", "spares=3"))
+    scenarios = [each["redo"]["scenario"] for each in found]
+    assert {(one["workers"], one["spares"]) for one in scenarios} == {(256, 3)}
+    assert len({one["every"] for one in scenarios}) == len(found)
 
 
 def test_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
@@ -187,11 +219,11 @@ def test_hours_have_the_parts_of_the_spans() -> None:
 def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
     write_run(folder / "run")
     for words in (
-        ["train.py", "--on", "cluster.json"],
         [],
         ["--on", "cluster.json"],
         [*DESCRIBED, "--sweep", "every=60"],
         [*DESCRIBED, "--sweep", "luck=1..2"],
+        [*DESCRIBED, "--sweep", "every=60..600", "--html", "days.html"],
         [*DESCRIBED, "--with", "luck=3"],
         [*DESCRIBED, "--with", "spares=2.5"],
         [*DESCRIBED, "--with", "link=3"],
@@ -202,6 +234,7 @@ def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], golden: Golde
         [*DESCRIBED, "--faults", "kill:512@2.forward"],
         ["run", "--plan", "data=2"],
         ["run", "--with", "host b gone"],
+        ["run", "--with", "plan=shard=2 zero=1"],
         ["nowhere"],
     ):
         golden(" ".join(words), printed(capsys, *words, code=2))
@@ -286,6 +319,26 @@ def test_a_run_with_one_thing_changed_is_replayed_as_the_doctor_does(tmp_path: P
     assert changed(situation, "worker_hours=2x").scenario.seconds_between_losses == pytest.approx(
         2 * situation.scenario.seconds_between_losses
     )
+
+
+@pytest.mark.parametrize("is_auto", [True, False], ids=["a run with auto", "a description"])
+def test_a_runs_step_is_changed_by_what_is_predicted_for_another_plan(
+    is_auto: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(folder / "run")
+    model, machine = decoder(SHAPE, global_batch=256), MachineDescription.read("h100")
+    plan, other = "data=4", "shard=4 zero=3"
+    before, after = (step_time(Plan.parse(words), model, machine, 4).total for words in (plan, other))
+    words = ["run", "--with", f"plan={other}", "--json", "--seeds", "1", "--days", "0.01"]
+    if is_auto:
+        Outlook(plan, 4, before, before, plan, "", model, machine).write(folder / "run")
+    else:
+        Path("both.json").write_text(json.dumps({"model": as_json(model), "machine": as_json(machine)}))
+        words += ["--on", "both.json"]
+    found = json.loads(printed(capsys, *words))
+    assert found["redo"]["scenario"]["step"] == pytest.approx(0.5)
+    assert found[f"plan={other}"]["scenario"]["step"] == pytest.approx(0.5 * after / before)
+    assert found["redo"]["scenario"]["worker_hours"] > 0, "failures are those of the run"
 
 
 def test_a_run_is_simulated(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -59,19 +61,59 @@ def test_arrow_files_of_a_server(folder: Path, tmp_path: Path) -> None:
     assert str(refused.value) == f"{what}; copy it to this machine, or write it with pyarrow.ipc.new_file"
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_arrow_file_that_changes_is_refused(number: int, folder: Path) -> None:
+    """Also rows that are in memory: they view the mapped file, and a shortened one would end the process."""
+    file = folder / f"{number}.arrow"
+    rows = ArrowRows(file)
+    assert rows[0]["number"] == 20 * number
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(0, 0))
+    cure = "start again, and do not write to a file that a training reads"
+    for read in (lambda: rows[0], lambda: rows.__getitems__([0, 1]), lambda: rows.batch([0]), lambda: rows[-1]):
+        with pytest.raises(DatasetError) as raised:
+            read()
+        assert str(raised.value) == f"{file} has changed since it was opened; {cure}"
+    assert ArrowRows(file)[0]["number"] == 20 * number
+
+
+def test_damaged_record_batch_is_named(folder: Path) -> None:
+    data = (folder / "0.arrow").read_bytes()
+    begin = [match.start() for match in re.finditer(b"\xff\xff\xff\xff", data)][2]  # after the schema and a batch
+    (folder / "0.arrow").write_bytes(data[:begin] + bytes(64) + data[begin + 64 :])
+    with pytest.raises(DatasetError) as raised:
+        ArrowRows(folder / "0.arrow")
+    what, cure = rf"record batch 1 of {folder}/0\.arrow cannot be read \(.+\)", "write or copy the file again"
+    assert re.fullmatch(f"{what}; {cure}", str(raised.value))
+
+
+def test_column_that_a_later_file_lacks_is_named(folder: Path) -> None:
+    part = table(40, 10).drop_columns(["x"])
+    with pa.ipc.new_file(folder / "3.arrow", part.schema) as writer:
+        writer.write_table(part)
+    rows = ArrowRows([folder / "0.arrow", folder / "3.arrow"], columns=["x"])
+    assert list(rows[39]) == ["x"]
+    with pytest.raises(DatasetError) as raised:
+        rows[40]
+    assert str(raised.value) == f"{folder}/3.arrow has no column x; it has maybe, number, ok, ragged, text"
+
+
 def test_arrow_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "no.arrow").write_text("no table, but longer than eight bytes")
+    (folder / "empty.arrow").touch()
     cure = "pass Arrow files, or a pattern like folder/*.arrow"
     for files, columns, text in (
         (folder / "none.arrow", None, f"{folder}/none.arrow does not exist; {cure}"),
         (folder / "1.arrow", None, f"{folder}/1.arrow has no rows; {cure}"),
+        (folder, None, f"{folder} is a folder; {cure}"),
         (folder / "0.arrow", ["y"], f"{folder}/0.arrow has no column y; it has maybe, number, ok, ragged, text, x"),
     ):
         with pytest.raises(DatasetError) as raised:
             ArrowRows(files, columns)
         assert str(raised.value) == text
-    with pytest.raises(DatasetError, match=r"/no\.arrow is not an Arrow file \(.+\); write or copy it again$"):
-        ArrowRows(folder / "no.arrow")
+    for name in ("no", "empty"):
+        with pytest.raises(DatasetError, match=rf"/{name}\.arrow is not an Arrow file \(.+\); write or copy it again$"):
+            ArrowRows(folder / f"{name}.arrow")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError) as refused:
         ArrowRows(folder / "0.arrow")
@@ -99,3 +141,7 @@ def test_lance_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as refused:
         LanceRows("rows.lance")
     assert str(refused.value) == "Lance datasets need lance; pip install 'paceline[lance]'"
+    with pytest.raises(UsageError) as refused:
+        LanceRows(["rows.lance"])  # type: ignore[arg-type]
+    what = "url= needs a path or a URL, got a list"
+    assert str(refused.value) == f"{what}; pass a dataset that lance.write_dataset wrote"

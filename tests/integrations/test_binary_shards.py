@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -159,6 +160,155 @@ def test_shards_that_a_library_has_decompressed_are_read(shards: Path, tmp_path:
     assert MDSRows(tmp_path / "mds")[33] == small_row(33)
 
 
+def write_mds(folder: Path, *shards: tuple[dict[str, tuple[str, int | None]], list[bytes]]) -> Path:
+    """Writes a folder of shards: each ({column: (encoding, bytes of a value)}, the bytes of its rows)."""
+    folder.mkdir()
+    listed = []
+    for number, (columns, rows) in enumerate(shards):
+        ends = np.cumsum([4 * (len(rows) + 2), *map(len, rows)])
+        data = np.array([len(rows), *ends], "<u4").tobytes() + b"".join(rows)
+        (folder / f"{number}.mds").write_bytes(data)
+        encodings, sizes = zip(*columns.values(), strict=True)
+        about = {"column_names": [*columns], "column_encodings": encodings, "column_sizes": sizes, "format": "mds"}
+        about |= {"raw_data": {"basename": f"{number}.mds", "bytes": len(data)}, "zip_data": None}
+        listed.append(about | {"compression": None, "samples": len(rows), "version": 2})
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": listed}))
+    return folder
+
+
+def number_of(value: int, kind: str) -> bytes:
+    return np.array([value], kind).tobytes()
+
+
+def test_each_mds_shard_has_its_own_encodings(tmp_path: Path) -> None:
+    large, small = number_of(2**40, "<i8"), number_of(7, "<i4")
+    first = ({"number": ("int", 8)}, [large])
+    rows = MDSRows(write_mds(tmp_path / "mds", first, ({"number": ("int32", 4)}, [small]), first))
+    assert same([rows[number]["number"] for number in range(3)], [2**40, np.int32(7), 2**40])
+    folder = write_mds(tmp_path / "other", first, ({"count": ("int", 8)}, [large]))
+    for columns, where, text in (
+        (["number"], f"{folder}/1.mds", "has no column number; it has count"),
+        (["count"], f"{folder}/0.mds", "has no column count; it has number"),
+        (["x"], folder, "has no column x; it has count, number"),
+    ):
+        with pytest.raises(DatasetError) as raised:
+            MDSRows(folder, columns=columns)
+        assert str(raised.value) == f"{where} {text}"
+    assert [*map(list, MDSRows(folder).__getitems__([0, 1]))] == [["number"], ["count"]]
+
+
+def test_damaged_mds_rows_are_named(tmp_path: Path) -> None:
+    columns: dict[str, tuple[str, int | None]] = {"text": ("str", None), "number": ("int", 8)}
+    row = number_of(2, "<u4") + b"ab" + number_of(5, "<i8")
+    damaged = [
+        row,
+        row[:-1],
+        b"\1",
+        number_of(200, "<u4") + row[4:],
+        row + b"x",
+        number_of(2, "<u4") + b"\xff" + row[5:],
+    ]
+    rows = MDSRows(write_mds(tmp_path / "mds", (columns, damaged)))
+    assert rows[0] == {"text": "ab", "number": 5}
+    for number, what in (
+        (1, "a row of {} cannot be decoded (it has 13 bytes, and its values 14)"),
+        (2, "a row of {} cannot be decoded (buffer is smaller than requested size)"),
+        (3, "a row of {} cannot be decoded (it has 14 bytes, and its values 212)"),
+        (4, "a row of {} cannot be decoded (it has 15 bytes, and its values 14)"),
+        (5, "the column text of a row of {} cannot be decoded ('utf-8' codec can't decode byte 0xff in position 0: "),
+    ):
+        with pytest.raises(DatasetError) as raised:
+            rows[number]
+        assert str(raised.value).startswith(what.format(tmp_path / "mds" / "0.mds"))
+        assert str(raised.value).endswith("; copy the shard again, or write it again")
+
+
+def test_shards_that_are_cut_short_are_refused(shards: Path, tmp_path: Path) -> None:
+    mds, lit = tmp_path / "mds", tmp_path / "lit"
+    shutil.copytree(shards / "mds" / "none", mds)
+    shutil.copytree(shards / "litdata" / "images", lit)
+    index = json.loads((mds / "index.json").read_text())["shards"][0]
+    chunk = json.loads((lit / "index.json").read_text())["chunks"][0]
+    head, file = 4 * (index["samples"] + 2), mds / index["raw_data"]["basename"]
+    content = file.read_bytes()
+    end = int(np.frombuffer(content, "<u4", 1, 8)[0])
+    for path, size, least, read in (
+        (file, 0, head, lambda: MDSRows(mds)[0]),
+        (file, head - 1, head, lambda: MDSRows(mds)[0]),
+        (file, end - 1, end, lambda: MDSRows(mds)[0]),
+        (lit / chunk["filename"], 0, chunk["chunk_bytes"], lambda: LitDataRows(lit)[0]),
+    ):
+        path.write_bytes(content[:size])
+        with pytest.raises(DatasetError) as raised:
+            read()
+        what = f"{path} is incomplete: it has {size} bytes instead of at least {least}"
+        assert str(raised.value) == f"{what}; copy or write it again"
+    file.write_bytes(content[:4] + content[8:12] + content[4:8] + content[12:])  # the first row ends before it begins
+    with pytest.raises(DatasetError) as raised:
+        MDSRows(mds)[0]
+    what = f"{file} does not have the {index['samples']} rows of its index"
+    assert str(raised.value) == f"{what}; copy it again, with its index.json"
+
+
+@pytest.mark.parametrize("name", ["mds zstd", "litdata arrow", "litdata zstd chunk"])
+def test_shards_that_change_are_refused(name: str, shards: Path, tmp_path: Path) -> None:
+    """Also what is in memory: it may view the mapped file, and a shortened one would end the process."""
+    library, _, kind = name.partition(" ")
+    shutil.copytree(shards / library / kind, tmp_path / "rows")
+    rows = (MDSRows if library == "mds" else LitDataRows)(tmp_path / "rows")
+    assert rows[0]["number"] == 0
+    for path in (tmp_path / "rows").iterdir():
+        os.utime(path, ns=(0, 0))
+    cure = "start again, and do not write to a file that a training reads"
+    with pytest.raises(DatasetError, match=rf"/rows/\S+ has changed since it was opened; {cure}$"):
+        rows[0]
+
+
+INDEX_ERRORS = [
+    ("mds", lambda index: index["shards"].append(5), "TypeError: 'int' object is not subscriptable"),
+    ("mds", lambda index: index["shards"][0].pop("samples"), "KeyError: 'samples'"),
+    (
+        "mds",
+        lambda index: index["shards"][0].update(samples="3"),
+        "TypeError: 'str' object cannot be interpreted as an integer",
+    ),
+    ("litdata", lambda index: index["chunks"].append(5), "TypeError: 'int' object is not subscriptable"),
+    (
+        "litdata",
+        lambda index: index["config"].update(data_format=[5]),
+        "AttributeError: 'int' object has no attribute 'partition'",
+    ),
+    (
+        "litdata",
+        lambda index: index["chunks"][0].update(chunk_size="3"),
+        "TypeError: 'str' object cannot be interpreted as an integer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("library", "damage", "why"), INDEX_ERRORS, ids=range(len(INDEX_ERRORS)))
+def test_damaged_index_is_refused(
+    library: str, damage: Callable[[Any], Any], why: str, shards: Path, tmp_path: Path
+) -> None:
+    made = json.loads((shards / library / ("none" if library == "mds" else "images") / "index.json").read_text())
+    damage(made)
+    (tmp_path / "index.json").write_text(json.dumps(made))
+    with pytest.raises(DatasetError) as raised:
+        (MDSRows if library == "mds" else LitDataRows)(tmp_path)
+    name, cure = ("an MDS index", MDS_CURE) if library == "mds" else ("an index of litdata", LIT_CURE)
+    assert str(raised.value) == f"{tmp_path}/index.json is not {name} ({why}); {cure}"
+
+
+@pytest.mark.parametrize("form", ["no_header_numpy:99", "no_header_tensor:-1", "no_header_numpy:", "matrix:3"])
+def test_unknown_type_of_litdata_is_named(form: str, shards: Path, tmp_path: Path) -> None:
+    made = json.loads((shards / "litdata" / "images" / "index.json").read_text())
+    made["config"]["data_format"][0] = form
+    (tmp_path / "index.json").write_text(json.dumps(made))
+    with pytest.raises(UsageError) as raised:
+        LitDataRows(tmp_path)
+    assert str(raised.value) == f"{tmp_path} has values of the type {form}; write them with another type"
+
+
 MDS_CURE = "pass the folder that MDSWriter wrote, with its index.json"
 LIT_CURE = "pass the folder that litdata.optimize wrote, with its index.json"
 
@@ -209,6 +359,13 @@ def test_folders_that_cannot_be_read_are_refused(shards: Path, tmp_path: Path, m
             DatasetError,
             f"{where} does not have the {samples} rows of its index; copy it again, with its index.json",
         ),
+        (
+            lambda: MDSRows(write_mds(tmp_path / "array", ({"x": ("ndarray:words", None)}, [b""]))),
+            UsageError,
+            f"the column x of {tmp_path}/array has the encoding ndarray:words"
+            "; leave it out with columns=, or write it with another encoding",
+        ),
+        (lambda: MDSRows([mds]), UsageError, f"url= needs a path or a URL, got a list; {MDS_CURE}"),  # type: ignore[arg-type]
         (
             lambda: LitDataRows(mds / "none"),
             DatasetError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -80,18 +81,74 @@ def test_parquet_rows_pickle_and_fork(folder: Path) -> None:
     assert found.tolist() == list(range(COUNT))
 
 
+def test_parquet_files_of_lists_and_patterns(folder: Path, tmp_path: Path) -> None:
+    first, *others = sorted(folder.glob("*.parquet"))
+    for files in (
+        folder / "*.parquet",
+        str(folder / "part-{00000..00002}.parquet"),
+        tmp_path / "r?w[s]",
+        [first, f"{folder}/part-0000[12].parquet"],
+        [first, *others],
+        f"file://{tmp_path}/ro*/part-*.parquet",
+        [f"file://{first}", folder / "part-00002.parquet"],
+    ):
+        check_rows(ParquetRows(files))
+    rows = ParquetRows([others[1], first], columns=["number"])
+    assert [int(row["number"]) for row in pickle.loads(pickle.dumps(rows)).__getitems__([0, 63])] == [40, 0]
+    first.rename(folder / "a[1].parquet")
+    for url in (folder, f"file://{folder}"):
+        assert len(ParquetRows(f"{url}/a[1].parquet")) == 40
+
+
+def test_parquet_file_that_changes_is_refused(folder: Path) -> None:
+    rows = ParquetRows(folder)
+    file = folder / "part-00002.parquet"
+    parquet.write_table(table(0, 63), file, row_group_size=20)
+    assert rows[0]["number"] == 0
+    with pytest.raises(DatasetError) as raised:
+        rows[40]
+    cure = "start again, and do not write to a file that a training reads"
+    assert str(raised.value) == f"{file} has changed since it was opened; {cure}"
+
+
+def test_column_that_a_later_file_lacks_is_named(folder: Path) -> None:
+    parquet.write_table(table(40, 10).drop_columns(["x"]), folder / "part-00003.parquet")
+    rows = ParquetRows(folder, columns=["x"])
+    assert list(rows[COUNT - 1]) == ["x"]
+    with pytest.raises(DatasetError) as raised:
+        rows[COUNT]
+    assert str(raised.value) == f"{folder}/part-00003.parquet has no column x; it has maybe, number, ok, ragged, text"
+
+
+def test_damaged_row_group_is_named(folder: Path) -> None:
+    file = folder / "part-00000.parquet"
+    data = file.read_bytes()
+    file.write_bytes(data[:4] + bytes(200) + data[204:])
+    with pytest.raises(DatasetError) as raised:
+        ParquetRows(folder)[0]
+    cure = "check its path and permissions, or write it again"
+    assert re.fullmatch(rf"{folder}/part-00000\.parquet cannot be read \(.+\); {cure}", str(raised.value))
+
+
 def test_parquet_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DatasetError) as raised:
         ParquetRows(folder, columns=["y"])
     assert str(raised.value) == f"{folder} has no column y; it has maybe, number, ok, ragged, text, x"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetError) as raised:
-        ParquetRows(tmp_path / "empty")
-    assert str(raised.value) == (
-        f"{tmp_path / 'empty'} contains no Parquet rows; pass the folder that the table was written to"
-    )
+    cure = "pass the folder that the table was written to, its files, or a pattern like folder/*.parquet"
+    for files, text in (
+        (tmp_path / "empty", f"{tmp_path}/empty contains no Parquet rows; {cure}"),
+        (f"{tmp_path}/*.parquet", f"{tmp_path}/*.parquet contains no Parquet rows; {cure}"),
+        ([], f"an empty list contains no Parquet rows; {cure}"),
+        ([folder, tmp_path / "none"], f"{tmp_path}/none does not exist; {cure}"),
+        (f"file://{tmp_path}/none.parquet", f"file://{tmp_path}/none.parquet does not exist; {cure}"),
+    ):
+        with pytest.raises(DatasetError) as raised:
+            ParquetRows(files)
+        assert str(raised.value) == text
     (folder / "other").write_text("no table")
-    with pytest.raises(DatasetError, match=r"/rows cannot be read \(.*[Pp]arquet.*; check its path and permissions$"):
+    access = "check its path and permissions, or write it again$"
+    with pytest.raises(DatasetError, match=rf"/rows/other cannot be read \(.*[Pp]arquet.*; {access}"):
         ParquetRows(folder)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError) as refused:

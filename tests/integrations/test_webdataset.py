@@ -280,6 +280,7 @@ def test_shards_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path) ->
         ("bad.tar", f"{tmp_path}/bad.tar is not a complete tar file (bad checksum); {COPY}"),
         ("empty.tar", f"{tmp_path}/empty.tar has no samples; {MISSING}"),
         ("none.tar", f"{tmp_path}/none.tar does not exist; {MISSING}"),
+        ("", f"{tmp_path} is a folder; {MISSING}"),
         ("twice.tar", f"the sample 1 of {tmp_path}/twice.tar has two files of the type txt; {WRITE_AGAIN}"),
     ):
         with pytest.raises(DatasetError) as raised:
@@ -293,9 +294,10 @@ def test_shards_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path) ->
 
 
 def test_values_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "0.tar", [("a/0.cls", b"x"), ("1.json", b"{"), ("2.png", b"x"), ("3.pth", pickle.dumps(print))])
+    values = {"a/0.cls": b"x", "1.json": b"{", "2.png": b"x", "3.pth": pickle.dumps(print), "4.npz": b"PK\3\4"}
+    write(tmp_path / "0.tar", [*values.items()])
     rows = WebDatasetRows(tmp_path / "0.tar")
-    named = [("a/0", "cls"), ("1", "json"), ("2", "png"), ("3", "pth")]
+    named = [("a/0", "cls"), ("1", "json"), ("2", "png"), ("3", "pth"), ("4", "npz")]
     for number, (key, kind) in enumerate(named):
         with pytest.raises(DatasetError, match=f"^{kind} of the sample {key} of {tmp_path}/0.tar cannot be decoded "):
             rows[number]
@@ -303,5 +305,5 @@ def test_values_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
         WebDatasetRows(tmp_path / "0.tar", images="bgr")
     known = '"pil", "rgb8", "torchrgb8", "torchrgb", the same with l or rgba, or None'
     assert str(refused.value) == f"images='bgr' is not a form of images; use {known}"
-    with pytest.raises(IndexError, match="row 4 of 4"):
-        rows[4]
+    with pytest.raises(IndexError, match="row 5 of 5"):
+        rows[5]

@@ -203,6 +203,15 @@ def test_plain_lines() -> None:
     ]
 
 
+@pytest.mark.parametrize(("epochs", "epoch", "text"), [(3, 1, "  epoch 2/3"), (1, 0, ""), (None, 1, ""), (2, 2, "")])
+def test_plain_lines_have_the_epoch_if_there_are_several(epochs: int | None, epoch: int, text: str) -> None:
+    """The last case is a later loop of the script: its epochs are counted on from the earlier loop."""
+    progress, out = plain_progress(every=0.0)
+    progress.phase({"trainer": 0, "steps": 1200, "epochs": epochs})
+    progress.step({"trainer": 0, "step": 600, "loss": 2.5, "epoch": epoch})
+    assert out.getvalue() == f"step 600/1200{text}  loss 2.500\n"
+
+
 def test_plain_lines_come_first_then_rarely_and_last() -> None:
     progress, out = plain_progress(every=3600.0)
     for done in range(10, 60, 10):

@@ -18,7 +18,7 @@ from paceline.base.journal import Journal, Reader, effective_steps, read_journal
 from paceline.base.logger_names import LoggerName
 from paceline.errors import UsageError
 from paceline.observe.loggers import Loggers
-from paceline.observe.metrics import METRICS, table, values_of
+from paceline.observe.metrics import METRICS, table, unit_of, values_of
 from paceline.observe.summary import Summary
 from paceline.observe.trackers.tensorboard_files import TensorBoard
 
@@ -118,8 +118,10 @@ def test_workers_are_up_until_they_are_lost(tmp_path: Path) -> None:
 
 
 def test_names_of_the_users_do_not_hide_ours() -> None:
-    assert values_of({"event": "log", "step": 1, "values": {"loss": 1.0, "mine": 2, "list": [1], "n": 3}}) == {
+    values = {"loss": 1.0, "mine": 2, "list": [1], "n": 3, "throughput/mfu": 0.5}
+    assert values_of({"event": "log", "step": 1, "values": values}) == {
         "own/loss": 1.0,
+        "own/throughput/mfu": 0.5,
         "mine": 2,
         "n": 3,
     }
@@ -133,6 +135,34 @@ def test_names_of_the_users_do_not_hide_ours() -> None:
         "time/step": 0.05,
         **{f"time/{part}": seconds / 10 for part, seconds in step(10)["time"].items()},
     }
+
+
+@pytest.mark.parametrize(("device", "peak"), [("NVIDIA H100 80GB HBM3", 2 * 989e12), ("cpu", None)])
+def test_loggers_get_the_speed_of_the_model(tmp_path: Path, device: str, peak: float | None) -> None:
+    """Once its operations are counted, and also from a worker that continues the journal later."""
+    kept: dict[int, dict[str, float]] = {}
+
+    class Kept:
+        def write(self, step: int, values: dict[str, float]) -> None:
+            kept[step] = {tag: values[tag] for tag in values if "flops" in tag or "mfu" in tag}
+
+    def log(*events: dict[str, object]) -> None:
+        loggers = Loggers(tmp_path)
+        loggers.add(Kept())
+        journal = Journal(tmp_path, loggers)
+        for event in events:
+            journal.write(str(event.pop("event")), **event)
+        journal.close()
+
+    flops = {"event": "flops", "trainer": 0, "device": device, "per_row": 1e9, "estimated": False, "uncounted": []}
+    start = {"event": "start", "workers": 2, "plan": "data=2 precision=bf16", "resumed_from": None}
+    log(start, {"event": "step", **step(10)}, flops, {"event": "step", **step(20)})
+    log({"event": "step", **step(30)}, {"event": "step", **step(40, trainer=1)})
+    speed = {"throughput/flops_per_s": 1e9 * 5120, **({"throughput/mfu": 1e9 * 5120 / peak} if peak else {})}
+    assert kept == {10: {}, 20: speed, 30: speed, 40: {}}
+    summary = Summary(tmp_path)
+    assert (summary.flops_per_second, summary.utilisation) == (1e9 * 5120, speed.get("throughput/mfu"))
+    assert unit_of("throughput/flops_per_s") == "1/s"
 
 
 # ---- TensorBoard

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import sys
 import threading
 import zipfile
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,9 @@ from paceline.launch.local import _check
 from paceline.launch.options import LaunchOptions
 from paceline.observe.loggers import Loggers
 from paceline.observe.media import Histogram, Image
+from paceline.observe.trackers.tensorboard_files import TensorBoard
+from paceline.observe.trackers.tracker import LoggedRun
+from paceline.observe.trackers.weights_and_biases import WandB
 
 START = {
     "workers": 2,
@@ -44,6 +49,8 @@ def log_attempt(folder: Path, loggers: Loggers, resumed: int | None, last: int) 
     for number in range((resumed or 0) + 1, last + 1):
         journal.write("step", **step(number, loss=1 / number, steps=1, samples=8, tokens=800, seconds=0.5))
         journal.write("log", trainer=0, step=number, values={"mine": number, "text": f"text {number}"})
+        if number == (resumed or 0) + 1:  # a trainer that the script makes after the first step
+            journal.write("config", trainer=1, values={"width": 8})
         journal.write("step", **step(number, trainer=1, loss=10 / number))
         media = {"sample": Image(np.full((2, 3), number / 10)), "weights": Histogram(np.arange(4.0), bins=2)}
         for name, medium in media.items() if number in (1, last) else ():
@@ -97,7 +104,54 @@ def test_csv_tables(tmp_path: Path) -> None:
     assert config["paceline.plan"] == "data=2"
     assert config["paceline.workers"] == "3"
     assert config["paceline.arguments"] == "--big"
+    assert config["trainer 1/width"] == "8"
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "csv").iterdir()} == {0o600}
+
+
+def steps_in(table: Path) -> list[int]:
+    with table.open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def test_a_second_run_in_a_folder_of_tables_keeps_those_of_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    results = tmp_path / "results"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for resumed, last in ((None, 4), (2, 6)):
+            loggers = Loggers(tmp_path / name, parse_loggers(f"csv:{results}"), said.append)
+            log_attempt(tmp_path / name, loggers, resumed, last)
+        with (results / "config.csv").open("a") as file:
+            file.write(f"of {name},1\n")
+    assert said == [f"the logger csv writes to {results}/metrics-2.csv, because the folder has tables of another run"]
+    assert steps_in(results / "metrics.csv") == steps_in(results / "metrics-2.csv") == [*range(1, 7)]
+    with (results / "config-2.csv").open(newline="") as file:
+        config = dict(csv.reader(file))
+    assert (config["lr"], "of a" in config) == ("0.1", False)
+    assert len(list(results.iterdir())) == 4
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "config.csv"])
+def test_files_of_others_in_a_folder_of_tables_stay(tmp_path: Path, name: str) -> None:
+    said: list[str] = []
+    tmp_path.joinpath("results").mkdir()
+    (tmp_path / "results" / name).write_text("name,score,place\nmine,1,2\n")
+    loggers = Loggers(tmp_path, parse_loggers(f"csv:{tmp_path}/results"), said.append)
+    log_attempt(tmp_path, loggers, None, 4)
+    assert (tmp_path / "results" / name).read_text() == "name,score,place\nmine,1,2\n"
+    assert steps_in(tmp_path / "results" / "metrics-2.csv") == [1, 2, 3, 4]
+    assert len(said) == 1
+
+
+def test_a_table_that_was_changed_into_another_one_is_refused(tmp_path: Path) -> None:
+    said: list[str] = []
+    log_attempt(tmp_path, Loggers(tmp_path, parse_loggers("csv"), said.append), None, 4)
+    table = tmp_path / "csv" / "metrics.csv"
+    table.write_text(table.read_text().replace("step", "number", 1))
+    changed = table.read_text()
+    log_attempt(tmp_path, Loggers(tmp_path, parse_loggers("csv"), said.append), 2, 6)
+    assert said == [f"nothing is logged to csv: {table} has no column 'step'; move it away, and resume the run"]
+    assert table.read_text() == changed
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +167,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for tag in ("loss", "mine", "trainer 1/loss"):
         assert [(one.step, one.value) for one in client.get_metric_history(number, tag)] == expected(tag)
     assert run.data.metrics["memory/optimizer"] == 30
-    assert run.data.params == {"lr": "0.1", "name": "small"}
+    assert run.data.params == {"lr": "0.1", "name": "small", "trainer 1/width": "8"}
     assert run.data.tags["paceline.workers"] == "3"
     assert run.data.tags["paceline.plan"] == "data=2"
     assert run.data.tags["best.accuracy"] == "0.6"
@@ -170,10 +224,47 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["trainer 1/loss"] == expected("trainer 1/loss")
     assert values["text"] == [(step, f"text {step}") for step in range(1, 7)]
     assert {config[name] for name in ("lr", "paceline.plan", "paceline.workers")} == {0.1, "data=2", 3}
+    assert config["trainer 1/width"] == 8
     assert json.loads(summary["best/accuracy"]) == 0.6
     images = [item for name, item in values.items() if name.startswith("sample")]
     assert images
     assert any(name.startswith("weights") for name in values)
+
+
+class ResumedRun:
+    """A run of W&B that was resumed online: values of a step before the last one are dropped, as W&B does."""
+
+    id, starting_step = "abc", 7
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        pass
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if step >= max([self.starting_step, *(number for number, _ in self.rows)]):
+            self.rows.append((step, values))
+
+
+def test_a_resumed_run_of_wandb_loses_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # it has read the variables
+    run = ResumedRun()
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker = WandB("digits")
+    assert tracker.begin(LoggedRun(tmp_path, "a", "train", "abc")) == "abc"
+    for step_number, name in ((5, "loss"), (5, "trainer 1/loss"), (6, "loss"), (20, "loss")):
+        tracker.write(step_number, {name: 0.5})
+    assert run.rows == [
+        (7, {"loss": 0.5, "step": 5}),
+        (7, {"trainer 1/loss": 0.5, "trainer 1/step": 5}),
+        (8, {"loss": 0.5, "step": 6}),
+        (20, {"loss": 0.5, "step": 20}),
+    ]
+    wandb.teardown()
 
 
 @pytest.mark.slow
@@ -227,9 +318,42 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("sample" in row for row in rows)
     assert any("weights" in row for row in rows)
     config = SQLiteStorage.get_run_config("digits", name)
-    assert (config["lr"], config["paceline.plan"]) == (0.1, "data=2")
+    assert (config["lr"], config["paceline.plan"], config["trainer 1/width"]) == (0.1, "data=2", 8)
     (artifact,) = SQLiteStorage.list_artifacts("digits")
     assert artifact["name"] == f"best-accuracy-{name}".replace("_", "-")
+
+
+class StandInRun:
+    def log(self, values: dict[str, Any], step: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_trackio_gets_the_config_of_all_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a config only when a run begins, and replaces the one before. `width` comes after the first values."""
+    begun: list[dict[str, Any]] = []
+
+    def init(**about: Any) -> StandInRun:
+        begun.append(about)
+        return StandInRun()
+
+    kinds = {"Image": lambda path: path, "Histogram": lambda np_histogram: np_histogram}
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, **kinds))
+    monkeypatch.setattr("paceline.base.logger_names.find_spec", lambda name: name)
+    log_attempt(tmp_path, Loggers(tmp_path, parse_loggers("trackio:digits")), None, 4)
+    configs = [about["config"] for about in begun]
+    assert [(config["lr"], config["paceline.workers"], config.get("trainer 1/width")) for config in configs] == [
+        (0.1, 2, None),
+        (0.1, 2, 8),
+    ]
+    assert {(about["name"], about["resume"]) for about in begun} == {(tmp_path.name, "allow")}
+    begun.clear()
+    journal = Journal(tmp_path, Loggers(tmp_path, parse_loggers("trackio:digits")))  # of a worker that takes over
+    journal.write("step", **step(5))
+    journal.close()
+    assert [about["config"] for about in begun] == configs[1:]
 
 
 # ---- OpenTelemetry
@@ -321,6 +445,7 @@ def test_opentelemetry(tmp_path: Path) -> None:
     first, second = (span for span in spans if span.name == "attempt")
     assert attributes(second)["paceline.workers"] == 3
     assert attributes(second)["config.lr"] == 0.1
+    assert attributes(second)["config.trainer 1/width"] == 8
     assert not first.parent_span_id
     steps = [span for span in spans if span.name == "steps" and attributes(span)["trainer"] == 0]
     assert [attributes(span)["step"] for span in steps] == [1, 2, 3, 4, 3, 4, 5, 6]
@@ -491,6 +616,21 @@ def test_through_a_loss_of_worker_0_and_a_resume(tmp_path: Path) -> None:
     assert {span.trace_id.hex() for span in collector.all_spans()} == {
         json.loads((run / "loggers.json").read_text())["otlp"]["id"]
     }
+
+
+def test_a_line_says_where_upload_has_no_effect(tmp_path: Path) -> None:
+    said: list[str] = []
+    loggers = Loggers(tmp_path, say=said.append)
+    loggers.add("mlflow:sqlite:///x.db,csv:c", upload=True)
+    loggers.add(Failing(KeyError()))
+    assert said == []
+    loggers.add("csv,otlp", upload=True)
+    loggers.add(TensorBoard(), upload=True)
+    loggers.add(Failing(KeyError()), upload=True)
+    assert said == [
+        f"upload=True has no effect on {name}: only wandb, mlflow, trackio and comet store checkpoints"
+        for name in ("csv,otlp", "TensorBoard", "Failing")
+    ]
 
 
 def test_run_refuses_what_it_cannot_log_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

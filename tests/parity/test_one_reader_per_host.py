@@ -10,8 +10,11 @@ import pytest
 from launching import train_basics
 from networks import Network
 from networks import hosts as hosts
+from PIL import Image
 
 from paceline.base.journal import read_journal
+from paceline.data import host_reader
+from paceline.errors import DatasetError
 
 # Each process appends the number of each row that it reads to a file of its own.
 COUNTED = """
@@ -163,6 +166,31 @@ def test_rows_that_cannot_be_sent_are_read_by_each_worker(losses: list[float], t
     (tmp_path / "other").mkdir()
     done = train_basics(tmp_path / "other", body, 2, code=1)
     assert text in " ".join(done.stderr.split())
+
+
+MODES = (
+    "the rows of a Stream have images of pillow with the mode P that cannot be sent to other workers; convert them, for"
+    ' example with image.convert("RGB"); these modes can be sent: 1, L, LA, RGB, RGBA, CMYK, YCbCr, I, F'
+)
+
+
+def test_images_that_cannot_be_sent_are_named() -> None:
+    image = Image.new("P", (2, 3))
+    with pytest.raises(DatasetError) as raised:
+        host_reader._portable({"image": [image]})
+    assert str(raised.value) == MODES
+    for mode in host_reader._MODES:
+        sent = host_reader._restored(host_reader._portable((image.convert("RGB").convert(mode),)))[0]
+        assert (sent.mode, sent.size) == (mode, image.size)
+
+
+@pytest.mark.slow
+def test_all_workers_name_an_image_that_cannot_be_sent(tmp_path: Path) -> None:
+    body = COUNTED + "from PIL import Image\n" + ROWS.format(row='Image.new("P", (2, 3))')
+    done = train_basics(tmp_path, body + "train(paceline.data.Stream(Rows))\n", 2, code=1)
+    assert MODES in " ".join(done.stderr.split())
+    logs = [path.read_text() for path in sorted((tmp_path / "out" / "logs").glob("worker-*.log"))]
+    assert [MODES in " ".join(log.split()) for log in logs] == [True, True]
 
 
 @pytest.mark.slow

@@ -82,6 +82,45 @@ def test_images_of_another_store_are_read_alike(folder: Path) -> None:
         store.rm("/pictures", recursive=True)
 
 
+def test_names_with_brackets_are_no_patterns(tmp_path: Path) -> None:
+    import fsspec
+
+    names = ("cat[1].png", "cat1.png", "what?.png", "star*.png")
+    store = fsspec.filesystem("memory")
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for number, name in enumerate(names):
+        Image.new("L", (1, 1), number).save(tmp_path / "images" / "a" / name)
+    for path in (tmp_path / "images" / "a").iterdir():
+        store.pipe_file(f"/brackets/a/{path.name}", path.read_bytes())
+    try:
+        order = [names.index(name) for name in sorted(names)]
+        for url in (tmp_path / "images", "memory://brackets"):
+            rows = ImageFolder(url, images="l8")
+            assert [int(image[0, 0]) for image, _ in rows.__getitems__(range(4))] == order
+            assert [int(image[0, 0]) for image, _ in rows.__getitems__([2, 0, 2])] == [order[2], order[0], order[2]]
+    finally:
+        store.rm("/brackets", recursive=True)
+
+
+def test_empty_folder_of_a_class_is_refused_everywhere(folder: Path) -> None:
+    """Left out, it would change the numbers of the classes after it."""
+    import fsspec
+
+    (folder / "a-2").mkdir()
+    store = fsspec.filesystem("memory")
+    store.put(str(folder), "/pictures", recursive=True)
+    store.makedirs("/pictures/a-2", exist_ok=True)
+    ends = ".jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp"
+    try:
+        for url in (str(folder), "memory://pictures", f"file://{folder}"):
+            with pytest.raises(DatasetError) as raised:
+                ImageFolder(url)
+            what = f"the class a-2 of {url} has no images"
+            assert str(raised.value) == f"{what}; remove its folder, or add files that end with {ends}"
+    finally:
+        store.rm("/pictures", recursive=True)
+
+
 def test_folders_that_cannot_be_used_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "c").mkdir()
     (folder / "c" / "x.txt").touch()
@@ -91,12 +130,17 @@ def test_folders_that_cannot_be_used_are_refused(folder: Path, tmp_path: Path, m
     remove = f"remove its folder, or add files that end with .jpg, .jpeg, .png, .ppm, {ends}"
     for path, text in (
         (folder, f"the class c of {folder} has no images; {remove}"),
-        (tmp_path / "flat", f"{tmp_path}/flat has no folders with files; {cure}"),
+        (tmp_path / "flat", f"{tmp_path}/flat has no folders; {cure}"),
         (tmp_path / "none", f"{tmp_path}/none does not exist; {cure}"),
+        (tmp_path / "flat" / "1.png", f"{tmp_path}/flat/1.png has no folders; {cure}"),
+        (f"file://{tmp_path}/flat/1.png", f"file://{tmp_path}/flat/1.png has no folders; {cure}"),
     ):
         with pytest.raises(DatasetError) as raised:
             ImageFolder(path)
         assert str(raised.value) == text
+    with pytest.raises(UsageError) as listed:
+        ImageFolder([folder])  # type: ignore[arg-type]
+    assert str(listed.value) == f"url= needs a path or a URL, got a list; {cure}"
     (folder / "c" / "x.png").write_bytes(b"no image")
     rows = ImageFolder(folder)
     with pytest.raises(DatasetError, match=rf"^{folder}/c/x\.png cannot be decoded \(cannot identify image file"):

@@ -174,10 +174,40 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (tmp_path / "*.json", f"{tmp_path}/*.json has no rows; {cure}"),
         (tmp_path / "empty.jsonl", f"{tmp_path}/empty.jsonl has no rows; {cure}"),
         ([], f"an empty list has no rows; {cure}"),
+        (tmp_path, f"{tmp_path} is a folder; {cure}"),
+        ([tmp_path / "empty.jsonl", f"file://{tmp_path}"], f"{tmp_path} is a folder; {cure}"),
     ):
         with pytest.raises(DatasetError) as raised:
             JsonLines(files)
         assert str(raised.value) == text
+
+
+def test_file_whose_name_has_brackets_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a[1].jsonl").write_text('{"x": 1}\n')
+    (tmp_path / "a1.jsonl").write_text('{"x": 2}\n')
+    for url in (tmp_path, f"file://{tmp_path}"):
+        assert JsonLines(f"{url}/a[1].jsonl")[0] == {"x": 1}
+        assert JsonLines(f"{url}/a[12].jsonl")[0] == {"x": 2}
+
+
+def test_index_may_lie_in_a_bucket_without_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    monkeypatch.chdir(folder)
+    store = fsspec.filesystem("memory")
+    try:
+        for url in ("memory://bucket", "memory://bucket/"):
+            assert len(JsonLines("*.jsonl", index=url)) == 100
+            assert [path.rpartition("/")[0] for path in store.find("/bucket")] == ["/bucket/.paceline-index"] * 2
+        assert len(JsonLines("*.jsonl", index="memory://bucket/below")) == 100
+        assert len(store.find("/bucket/below")) == 2
+        scans: list[Any] = []
+        monkeypatch.setattr(json_lines, "_line_begins", lambda *file: scans.append(file))
+        assert len(JsonLines("*.jsonl", index="memory://bucket")) == 100
+        assert scans == []
+    finally:
+        store.rm("/bucket", recursive=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "b.jsonl"]
 
 
 @pytest.mark.parametrize("text", ["", '{"x": 1}', '{"x": 2}\n'])

@@ -264,3 +264,18 @@ def test_all_observers_see_the_step_in_which_flops_are_counted(monkeypatch: pyte
 )
 def test_peak_of_a_device_is_that_of_its_data_sheet(device: str, plan: str, peak: float | None) -> None:
     assert peak_of(device, plan) == peak
+
+
+def test_operations_are_known_by_module() -> None:
+    """Products and attention of each block of a GPT are those of the formula, and the rest is the head's."""
+    model, _ = gpt2()
+    found = ModelSkeleton(model).count(lambda model, batch: model(batch), IDS, ROWS)
+    block = found.modules["transformer.h.3"]
+    assert block.products == 2 * ROWS * TOKENS * 12 * WIDTH**2
+    assert block.attention == 2 * 2 * ROWS * TOKENS**2 * WIDTH
+    assert 20 < block.calls < 200
+    assert [found.modules[f"transformer.h.{number}"] for number in range(3)] == [block] * 3
+    whole = found.modules[""]
+    assert whole.products == 4 * block.products + 2 * ROWS * TOKENS * WIDTH * WORDS
+    assert whole.attention == 4 * block.attention
+    assert found.per_row * ROWS == pytest.approx(3 * (whole.products + whole.attention))

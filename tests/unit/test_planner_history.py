@@ -38,6 +38,15 @@ def test_a_plan_of_the_same_model_is_corrected_by_its_own_measurements(path):
     assert history.correction(plan, NET, 2) == 1.5
 
 
+def test_other_machines_and_other_software_have_histories_of_their_own(path):
+    plan = str(DATA.validate(2))
+    for machine, measured in (("Processor A, torch 2.13", 4.0), ("Processor A, torch 2.14", 6.0), ("", 9.0)):
+        History(path, machine).add(Prediction(plan, 2, 2.0, 2.0, measured, "Net", 8))
+    for machine, factor in (("Processor A, torch 2.13", 2.0), ("Processor A, torch 2.14", 3.0), ("", 4.5)):
+        assert History(path, machine).correction(DATA.validate(2), NET, 2) == factor
+    assert History(path, "Processor B, torch 2.13").error() is None
+
+
 def test_the_error_is_that_of_the_corrected_predictions(path):
     history = History(path)
     assert history.error() is None

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.time_limit import limit_of, parse_time
+from paceline.launch.options import LaunchOptions
+from paceline.launch.time_limit import _stop, limit_of, parse_time
 
 
 @pytest.mark.parametrize(
@@ -27,9 +28,34 @@ def test_other_texts_are_refused(text):
 
 def test_a_slurm_job_limits_the_run(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    assert limit_of(None) == (None, "")
+    assert limit_of(None) is None
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1120))
-    seconds, why = limit_of(None)
-    assert 990 <= seconds <= 1001
-    assert why == "the Slurm job ends in 2 min"
-    assert limit_of("3h") == (10800, "--max-time 3h is over")
+    assert 990 <= limit_of(None) <= 1001
+    assert limit_of("3h") == 10800
+
+
+@pytest.mark.parametrize(("left", "limit"), [(601, 480), (300, 240), (120, 96), (30, 24)])
+def test_a_short_slurm_job_trains_for_most_of_its_time(monkeypatch, left, limit):
+    monkeypatch.setattr("paceline.launch.time_limit.time.time", lambda: 1_000_000.5)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(1_000_000 + left))
+    assert limit - 1 <= limit_of(None) <= limit + 1
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "999999")
+    assert limit_of(None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("max_time", "left", "line"),
+    [
+        ("3h", 500, "--max-time 3h is over: the run stops with a checkpoint"),
+        (None, 120, "the Slurm job ends in 2 min: the run stops with a checkpoint"),
+        (None, 20, "the Slurm job ends in 20.0 s: the run stops with a checkpoint"),
+    ],
+)
+def test_the_line_names_the_limit(tmp_path, monkeypatch, capsys, max_time, left, line):
+    monkeypatch.setattr("paceline.launch.time_limit.time.time", lambda: 1_000_000.125)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(1_000_000 + left))
+    asked = []
+    monkeypatch.setattr("paceline.launch.time_limit.stop", lambda *words, **_: asked.append(words))
+    _stop(tmp_path, LaunchOptions("train.py", max_time=max_time))
+    assert capsys.readouterr().err == f"{line}\n"
+    assert asked == [(str(tmp_path), None)]

@@ -225,6 +225,41 @@ def test_http_server_without_byte_ranges_is_refused(tmp_path):
     )
 
 
+def test_token_file_that_is_shorter_than_its_index_says_is_refused(tmp_path):
+    write_folder(tmp_path, [some(100)])
+    with served(tmp_path) as (url, _):
+        data, local = Tokens(url, 10), Tokens(tmp_path, 10)
+        os.truncate(tmp_path / "00000.bin", 10)
+        for rows, text in (
+            (
+                data,
+                f"{url}/00000.bin returned 10 bytes instead of 22; upload it again: it is incomplete, or has changed",
+            ),
+            (
+                local,
+                f"{tmp_path}/00000.bin is incomplete: it has 10 bytes instead of at least 22; copy or write it again",
+            ),
+        ):
+            with pytest.raises(DatasetError) as caught:
+                rows[0]
+            assert str(caught.value) == text
+
+
+def test_empty_token_file_is_refused(tmp_path):
+    (tmp_path / "empty.npy").touch()
+    for url in (f"{tmp_path}/empty.npy", f"file://{tmp_path}/empty.npy"):
+        with pytest.raises(DatasetError) as caught:
+            Tokens(url, 8)
+        assert str(caught.value) == f"{url} is empty; write or copy the file again"
+
+
+def test_list_of_token_files_is_refused(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        Tokens([tmp_path / "a.npy"], 8)
+    cure = "pass a token file, or a folder that `paceline tokenize` has finished"
+    assert str(caught.value) == f"url= needs a path or a URL, got a list; {cure}"
+
+
 @pytest.mark.parametrize("where", ["local", "http", "memory"])
 def test_token_files_work_in_forked_and_pickled_copies(where, tmp_path):
     """After rows were read here: maps and connections stay behind in a fork and in a pickle."""

@@ -314,6 +314,19 @@ def test_iterable_dataset_trains_as_its_rows_in_order():
     same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, 3, epochs=2, order=in_order)))
 
 
+def test_the_end_of_an_epoch_of_an_iterable_dataset_is_not_known_and_a_line_says_so(capsys):
+    trainer = make_trainer()
+    line = (
+        "report.epoch_end stays false, because an iterable dataset does not announce the end of an epoch; "
+        "to evaluate after each epoch, use one loop with epochs=1 for each\n"
+    )
+    assert not any(report.epoch_end for report in trainer.steps(Restless(), count=2))
+    assert line not in capsys.readouterr().err
+    reports = [report for _ in range(2) for report in trainer.steps(Restless(), epochs=1)]
+    assert [(report.epoch, report.epoch_end) for report in reports] == [(e, False) for e in (1, 1, 1, 2, 2, 2)]
+    assert capsys.readouterr().err.count(line) == 1
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_count_of_an_iterable_dataset(count):
     trainer = make_trainer()

@@ -7,11 +7,13 @@ import errno
 import json
 import math
 import os
+import platform
 import re
 import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -574,6 +576,16 @@ def outside_of_slurm() -> list[str]:
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder for files of this user that may be removed at any time."""
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+@cache
+def processor() -> str:
+    """Names the processor of this machine."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def memory_groups(process: int | str = "self") -> list[Path]:

@@ -439,7 +439,8 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
     option(
         "--max-time",
         metavar="TIME",
-        help="stop with a checkpoint after this time, as 3h or 90m (default: two minutes before a Slurm job ends)",
+        help="stop with a checkpoint after this time, as 3h or 90m (default: two minutes before a Slurm job ends, or"
+        " a fifth of a short job)",
     )
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
     option(

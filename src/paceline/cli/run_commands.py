@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -86,22 +87,40 @@ def returning(add: Callable[..., Any]) -> None:
     option("-n", "--lines", least=0, metavar="N", help="start with the last N lines of each worker (default: all)")
 
 
+def _simulate(what: str | None, machine: str | None, workers: int | None, **given: Any) -> str:
+    from paceline.planner.simulate import command
+
+    if what is None or Path(what).suffix != ".py":
+        return command(what=what, machine=machine, workers=workers, **given)
+    from paceline.launch.options import LaunchOptions
+    from paceline.launch.plan import Question, local_workers, plan
+
+    local = local_workers()
+    with tempfile.TemporaryDirectory(prefix="paceline-simulate-") as folder:
+        path = Path(folder) / "description.json"
+        question, probing = Question(tries=0, machines=machine), min(workers or local, local)
+        path.write_text(plan(LaunchOptions(what, workers=probing), question, "describe"))
+        return command(what=str(path), machine=str(path), workers=workers, **given)
+
+
 def _simulating(add: Callable[..., Any]) -> None:
     """Adds the command that simulates days with failures."""
     option = add(
         "simulate",
-        late("planner.simulate", "command"),
+        _simulate,
         "simulate days on machines that fail: goodput, where the time goes, and what would change it",
         "examples:\n"
         "  paceline simulate --on cluster.json --workers 16384 --step-seconds 5.2\n"
         "  paceline simulate model.json --on cluster.json --workers 512 --plan tensor=8 --step-seconds 2.1\n"
         "  paceline simulate --on cluster.json --workers 512 --step-seconds 2.1 --sweep every=60..7200\n"
+        "  paceline simulate train.py --on h100 --workers 64 --plan shard=8\n"
         "  paceline simulate runs/a --on cluster.json --days 7 --html days.html\n"
-        "  paceline simulate runs/a --with workers=+2 --with link=2x --with 'host 1 gone'",
+        "  paceline simulate runs/a --with workers=+2 --with link=2x --with 'host 1 gone' --with plan=zero=1",
         "Compares four ways of reacting to a loss. For a run, workers, steps, failures and checkpoints are those of its"
-        " journal. A description of machines or of a model is a JSON file.",
+        " journal. A description of machines or of a model is a JSON file. A script runs up to its first step, to"
+        " describe its model.",
     )
-    option("what", nargs="?", metavar="RUN|MODEL.json", help="run folder, or description of a model")
+    option("what", nargs="?", metavar="RUN|MODEL.json|SCRIPT", help="run folder, description of a model, or script")
     option("--on", dest="machine", metavar="FILE|NAME", help="the machines; with a run: their failures only")
     option("--workers", least=1, metavar="N", help="number of workers (default: those of the run, or of one host)")
     option("--plan", allow_empty=True, metavar="TEXT", help="plan, for the size of a replica (default: one worker)")
@@ -133,7 +152,8 @@ def _simulating(add: Callable[..., Any]) -> None:
         action="append",
         default=[],
         metavar="CHANGE",
-        help="also simulate with one thing changed: workers=+2, link=2x, every=300, 'host 1 gone'; repeatable",
+        help="also simulate with one thing changed: workers=+2, link=2x, every=300, plan=TEXT or 'host 1 gone';"
+        " repeatable. With --sweep, all of them are changed",
     )
     option("--sweep", metavar="WORD=A..B", help="table over every, spares, workers, worker_hours or bandwidth")
     option("--json", dest="as_json", action="store_true", help="print one JSON object, or a list with --sweep")

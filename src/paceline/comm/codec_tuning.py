@@ -111,6 +111,12 @@ def trial(word: str, bucket: Bucket, hosts: int, part: Bucket | None = None) -> 
     return CodecTrial(min(durations) * larger if word != "none" else 0.0, peers.sent * larger, peers.turns + 1)
 
 
+def coding_seconds(word: str, elements: int, hosts: int = 2) -> float:
+    """Measures the seconds per element in which a leader encodes and decodes gradients, with so many `elements`."""
+    flat = torch.randn(elements, dtype=torch.float32)
+    return trial(word, Bucket(0, flat, [0], flat, [flat.shape], [0]), hosts).seconds / elements
+
+
 def differs(rate: float, before: float) -> bool:
     """Whether two rates of a link differ by more than the factor CLEARLY."""
     return not before / CLEARLY < rate < before * CLEARLY

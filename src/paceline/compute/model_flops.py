@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,16 +28,28 @@ from paceline.compute.microbatches import tensors_of
 
 # Operations on matrices or signals whose FLOPs torch does not count, by parts of their names.
 _UNCOUNTED = ("fft", "cdist", "embedding_bag", "linalg", "grouped_mm", "lstm", "gru", "rnn")
+_ATTENTION = ("bmm", "attention")  # parts of the names of operations on two tensors of activations
 _COPIED = (list, tuple, dict, set)
+
+
+class ModuleFlops(NamedTuple):
+    """The floating-point operations of a module's forward, by kind, and how many operations of torch it calls."""
+
+    products: float = 0.0
+    attention: float = 0.0  # products of matrices that are both activations
+    calls: int = 0
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The operations of forward and backward for one row. `uncounted` are the names of operations that are missing."""
+    """The operations of forward and backward for one row. `uncounted` are the names of operations that are missing.
+    `modules` has those of the forward of all rows, by the module's path; "" is the model.
+    """
 
     per_row: float
     is_estimated: bool
     uncounted: tuple[str, ...] = ()
+    modules: Mapping[str, ModuleFlops] = field(default_factory=dict)
 
 
 class ModelSkeleton:
@@ -59,13 +72,15 @@ class ModelSkeleton:
         experts = [module for module in self._model.modules() if is_experts(module)]
         for module in experts:
             vars(module)["forward"] = functools.partial(_run_experts, module)
-        names = _Names()
-        with FlopCounterMode(display=False) as counter, names, torch.enable_grad():
+        counter = FlopCounterMode(display=False)
+        calls = _Calls(counter)
+        with counter, calls, torch.enable_grad():
             outputs = [x for x in tensors_of(forward(self._model, batch)) if x.requires_grad and x.is_floating_point()]
+            modules = _by_module(counter.get_flop_counts(), dict(calls.by_module), type(self._model).__name__)
             sum(x.sum() for x in outputs).backward()  # type: ignore[union-attr]
         if not (total := counter.get_total_flops()):
             return self._estimate(batch)
-        return ModelFlops(total / rows, False, names.uncounted())
+        return ModelFlops(total / rows, False, calls.uncounted(), modules)
 
     def _estimate(self, batch: Any) -> ModelFlops:
         """Returns six operations per parameter, without those of embeddings, and per token, or row."""
@@ -75,18 +90,33 @@ class ModelSkeleton:
         return ModelFlops(6.0 * sizes * (1 if ids is None else ids.shape[1]), True)
 
 
-class _Names(TorchDispatchMode):
-    """Collects the names of torch's operations, and answers conditions on values with True."""
+def _by_module(flops: Mapping[str, Mapping[Any, int]], calls: Mapping[str, int], root: str) -> dict[str, ModuleFlops]:
+    """Returns operations by the module's path, from counts by name, which begins with that of the model's class."""
+    modules = {}
+    for name in {*flops, *calls}:
+        if name == root or name.startswith(f"{root}."):
+            counts = flops.get(name, {})
+            attention = sum(count for kind, count in counts.items() if any(part in str(kind) for part in _ATTENTION))
+            flops_of_module = ModuleFlops(float(sum(counts.values()) - attention), float(attention), calls.get(name, 0))
+            modules[name[len(root) + 1 :]] = flops_of_module
+    return modules
 
-    def __init__(self) -> None:
+
+class _Calls(TorchDispatchMode):
+    """Collects the names of torch's operations, counts them by module, and answers conditions on values with True."""
+
+    def __init__(self, counter: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = set[str]()
+        self._seen, self._counter = set[str](), counter
+        self.by_module = Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function.overloadpacket).removeprefix("aten.")
         if name == "_local_scalar_dense" and args[0].dtype == torch.bool and args[0].device.type == "meta":
             return True
         self._seen.add(name)
+        if not function.is_view:
+            self.by_module.update(self._counter.mod_tracker.parents)
         return function(*args, **(kwargs or {}))
 
     def uncounted(self) -> tuple[str, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from paceline.data.byte_ranges import LocalFiles, RemoteFiles, find_files, names_of
+from paceline.data.byte_ranges import LocalFiles, RemoteFiles, find_files, location_of, names_of, refuse_change
 from paceline.data.row_groups import CACHE, RowGroups
 from paceline.data.row_index import row_begins
-from paceline.data.table_rows import Columns, TableRows, columns_of
+from paceline.data.table_rows import Columns, TableRows, columns_of, refuse_missing
 from paceline.errors import DatasetError, UsageError, first_line
 
 _BLOCK = 16 << 20  # bytes of rows of a Lance dataset that are read together, if all rows are as large as the first one
@@ -34,7 +35,7 @@ class ArrowRows(TableRows):
     of which as many stay in memory as `cache` bytes hold. May be pickled and forked.
 
     Raises UsageError without pyarrow and for a stream at a URL, DatasetError where there is no such file, column or
-    row, and for a file that is not an Arrow file.
+    row, for a file that is not an Arrow file, and for a local file that has changed.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ArrowRows(TableRows):
             raise UsageError("Arrow files need pyarrow", "pip install 'paceline[parquet]'") from error
         self._columns = None if columns is None else list(columns)
         self._files = find_files(files, storage_options, _MISSING)
+        self._versions = [store.version(path) for store, path in self._files]
         begins = row_begins(self._files, "arrow", _batch_begins, None if index is None else os.fspath(index))
         self._groups = [
             (file, batch)
@@ -64,8 +66,7 @@ class ArrowRows(TableRows):
         self._rows = RowGroups(sizes, cache, "ArrowRows")
         self._open: tuple[int, dict[int, Callable[[int], Any]]] = (0, {})  # (process id, {file: what reads a batch})
         names = self._batches(self._groups[0][0])(self._groups[0][1]).schema.names
-        if missing := [name for name in self._columns or () if name not in names]:
-            raise DatasetError(f"{names_of(files)} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
+        refuse_missing(self._columns, names, names_of(files))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": (0, {})}
@@ -78,11 +79,17 @@ class ArrowRows(TableRows):
             readers[file] = _reader(*self._files[file])[1]
         return readers[file]
 
+    def _columns_of(self, group: int) -> Columns:
+        file = self._groups[group][0]
+        refuse_change(*self._files[file], self._versions[file])  # also of what is in memory, which views the file
+        return super()._columns_of(group)
+
     def _read(self, number: int) -> tuple[int, Columns]:
         import pyarrow
 
         file, batch = self._groups[number]
         table = pyarrow.Table.from_batches([self._batches(file)(batch)])
+        refuse_missing(self._columns, table.column_names, self._files[file][1])
         table = table.select(self._columns) if self._columns is not None else table
         return table.nbytes, columns_of(table)
 
@@ -99,7 +106,7 @@ def _reader(store: Store, path: str) -> tuple[int, Callable[[int], Any]]:
         source.seek(0)
         if is_file:
             reader = pyarrow.ipc.open_file(source)
-            return reader.num_record_batches, reader.get_batch
+            return reader.num_record_batches, partial(_read_batch, reader.get_batch, path)
         if not isinstance(store, LocalFiles):
             what = f"{path} is an Arrow stream, whose rows can only be read from the first one on"
             raise UsageError(what, "copy it to this machine, or write it with pyarrow.ipc.new_file")
@@ -109,6 +116,17 @@ def _reader(store: Store, path: str) -> tuple[int, Callable[[int], Any]]:
         raise DatasetError(f"{path} does not exist", _MISSING) from None
     except (OSError, pyarrow.ArrowException) as error:
         raise DatasetError(f"{path} is not an Arrow file ({first_line(error)})", "write or copy it again") from error
+
+
+def _read_batch(read: Callable[[int], Any], path: str, number: int) -> Any:
+    """Returns a record batch of a file. Raises DatasetError if it is damaged."""
+    import pyarrow
+
+    try:
+        return read(number)
+    except (OSError, pyarrow.ArrowException) as error:
+        what = f"record batch {number} of {path} cannot be read ({first_line(error)})"
+        raise DatasetError(what, "write or copy the file again") from error
 
 
 def _batch_begins(store: Store, path: str, _: int) -> list[int]:
@@ -139,17 +157,16 @@ class LanceRows(TableRows):
         storage_options: Mapping[str, str] | None = None,
         cache: int = CACHE,
     ) -> None:
-        self._url, self._columns = os.fspath(url), None if columns is None else list(columns)
+        cure = "pass a dataset that lance.write_dataset wrote"
+        self._url, self._columns = location_of(url, cure), None if columns is None else list(columns)
         self._options = None if storage_options is None else dict(storage_options)
         self._version: int | None = None
         self._opened: tuple[int, Any] = (0, None)  # (process id, dataset): lance's threads do not survive a fork
         dataset = self._dataset()
         self._version, count = int(dataset.version), int(dataset.count_rows())
-        names = dataset.schema.names
-        if missing := [name for name in self._columns or () if name not in names]:
-            raise DatasetError(f"{self._url} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
+        refuse_missing(self._columns, dataset.schema.names, self._url)
         if not count:
-            raise DatasetError(f"{self._url} has no rows", "pass a dataset that lance.write_dataset wrote")
+            raise DatasetError(f"{self._url} has no rows", cure)
         least, most = _BLOCK_ROWS
         size = max(1, dataset.take([0]).nbytes)  # of all columns, so that the order depends on the dataset alone
         self._block = max(least, min(most, _BLOCK // size))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.base.schema import parse
-from paceline.data.byte_ranges import LocalFiles, RemoteFiles, open_files
+from paceline.data.byte_ranges import LocalFiles, RemoteFiles, location_of, open_files
 from paceline.errors import DatasetError, FormatError, UsageError, first_line
 
 _PYARROW = ("zstd", "brotli", "lz4", "snappy")
@@ -29,7 +29,7 @@ class ShardFolder:
     """
 
     def __init__(self, url: str | os.PathLike[str], options: Mapping[str, Any] | None, cure: str) -> None:
-        self.url, self._cure = os.fspath(url), cure
+        self.url, self._cure = location_of(url, cure), cure
         self.store = open_files(self.url, options, cure)
         self.root = self.store.root(self.url).rstrip("/")
         where = f"{self.url.rstrip('/')}/index.json"
@@ -64,10 +64,13 @@ class Shard:
 
 
 def table_of(data: Any, rows: int, path: str) -> Any:
-    """Returns the offsets of a shard's rows. Raises DatasetError if the shard has another number of rows."""
-    if len(data) < _WIDTH * (rows + 2) or int(np.frombuffer(data, "<u4", 1)[0]) != rows:
+    """Returns the offsets of a shard's rows. Raises DatasetError for another number of rows, and if one ends before it
+    begins.
+    """
+    is_whole = len(data) >= _WIDTH * (rows + 2) and int(np.frombuffer(data, "<u4", 1)[0]) == rows
+    offsets = np.frombuffer(data, "<u4", rows + 1, _WIDTH).astype(np.int64) if is_whole else np.empty(0, np.int64)
+    if not is_whole or (np.diff(offsets) < 0).any():
         raise DatasetError(f"{path} does not have the {rows} rows of its index", "copy it again, with its index.json")
-    offsets = np.frombuffer(data, "<u4", rows + 1, _WIDTH).astype(np.int64)
     return np.frombuffer(offsets.tobytes(), np.int64)  # read-only, so that nobody has to look for changes
 
 
@@ -92,7 +95,10 @@ def decompress(data: bytes, kind: str, path: str, size: int | None = None) -> by
 
 
 def split_sizes(data: bytes, sizes: Sequence[int | None]) -> list[bytes]:
-    """Returns the values of a row: each of a fixed size or, if that is None, of a size at the beginning of the row."""
+    """Returns the values of a row: each of a fixed size or, if that is None, of a size at the beginning of the row.
+
+    Raises ValueError if the row is shorter or longer than its values.
+    """
     at = _WIDTH * sum(size is None for size in sizes)
     given = iter(np.frombuffer(data, "<u4", at // _WIDTH).tolist())
     values = list[bytes]()
@@ -100,4 +106,6 @@ def split_sizes(data: bytes, sizes: Sequence[int | None]) -> list[bytes]:
         end = at + (next(given) if size is None else size)
         values.append(data[at:end])
         at = end
+    if at != len(data):
+        raise ValueError(f"it has {len(data)} bytes, and its values {at}")
     return values

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.base.schema import open_file, read_file
 from paceline.checkpoint.storage import failures
-from paceline.errors import DatasetError, UsageError, first_line
+from paceline.errors import DatasetError, UsageError, a, first_line
 
 Span = tuple[str, int, int]  # file, first byte, end
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -43,6 +43,19 @@ def find_files(
         for one in _expand_braces(pattern):
             named += [(store, path) for path in store.find(one)]
     return named
+
+
+def patterns_of(files: Paths) -> list[str]:
+    """Returns the paths, URLs and patterns, one for each choice of a pattern with braces."""
+    return [pattern for text in _texts(files) for pattern in _expand_braces(text)]
+
+
+def location_of(url: str | os.PathLike[str], cure: str) -> str:
+    """Returns a path or a URL as a text. Raises UsageError for a list and any other value; `cure` is the advice."""
+    try:
+        return os.fspath(url)
+    except TypeError:
+        raise UsageError(f"url= needs a path or a URL, got {a(type(url).__name__)}", cure) from None
 
 
 def names_of(files: Paths) -> str:
@@ -100,11 +113,21 @@ def _reading(where: str, cure: str) -> Iterator[None]:
 
 
 def _check_length(data: Any, span: Span) -> Any:
+    """Returns what a server has sent of a file. Raises DatasetError if it has another length."""
     path, start, stop = span
     if len(data) != stop - start:
         what = f"{path} returned {len(data)} bytes instead of {stop - start}"
+        if len(data) < stop - start:
+            raise DatasetError(what, "upload it again: it is incomplete, or has changed")
         raise DatasetError(what, "copy it to this machine: it has changed, or its server does not support byte ranges")
     return data
+
+
+def refuse_change(store: LocalFiles | RemoteFiles, path: str, version: tuple[int, int] | None) -> None:
+    """Raises DatasetError if a local file is not this version: what is mapped of a shortened file cannot be read."""
+    if store.version(path) != version:
+        what = f"{path} has changed since it was opened"
+        raise DatasetError(what, "start again, and do not write to a file that a training reads")
 
 
 class LocalFiles:
@@ -134,6 +157,11 @@ class LocalFiles:
         walk = os.walk(folder, followlinks=True)
         return [f"{path}/{name}".replace(os.sep, "/") for path, _, names in walk for name in names]
 
+    def folders_in(self, folder: str) -> set[str]:
+        """The names of the folders that lie directly in a folder; also links to folders."""
+        _, names, _ = next(os.walk(folder), ("", [], []))
+        return set(names)
+
     def contents(self, paths: Sequence[str]) -> list[bytes]:
         """The bytes of each file."""
         return [self.read_all(path, path) for path in paths]
@@ -156,6 +184,8 @@ class LocalFiles:
 
     def stamp(self, path: str) -> tuple[int, str]:
         """The size and the time of the last change of a file, as an index keeps them."""
+        if os.path.isdir(path):
+            raise DatasetError(f"{path} is a folder", self._cure)
         size, changed = self.version(path)
         return size, str(changed)
 
@@ -169,7 +199,10 @@ class LocalFiles:
                 if path not in checked:  # once for all rows of a micro-batch: it is a system call
                     _refuse_truncated(path, len(mapped))
                     checked.add(path)
-                blocks.append(_check_length(mapped[start:stop], span))
+                if stop > len(mapped):
+                    what = f"{path} is incomplete: it has {len(mapped)} bytes instead of at least {stop}"
+                    raise DatasetError(what, "copy or write it again")
+                blocks.append(mapped[start:stop])
         return blocks
 
 
@@ -184,6 +217,8 @@ def _refuse_truncated(path: str, length: int) -> None:
 
 def _mapped(path: str) -> Any:
     with open_file(path) as file:
+        if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+            return np.empty(0, np.uint8)
         return np.memmap(file, np.uint8, "r").view(np.ndarray)  # plain: a memmap's slices are slow to make
 
 
@@ -230,7 +265,7 @@ class RemoteFiles:
         if not glob.has_magic(pattern):
             return [path]
         with _reading(pattern, self._cure):
-            return sorted(system.glob(path))
+            return [path] if system.exists(path) else sorted(system.glob(path))
 
     def open(self, path: str) -> Any:
         """The file, open for reading."""
@@ -242,11 +277,31 @@ class RemoteFiles:
         with _reading(folder, self._cure):
             return list(self._opened().find(folder))
 
+    def folders_in(self, folder: str) -> set[str]:
+        """The names of the folders that lie directly in a folder."""
+        with _reading(folder, self._cure):
+            listed = self._opened().ls(folder, detail=True)
+        paths = [one["name"].rstrip("/") for one in listed if one["type"] == "directory"]
+        # An object store may list the folder itself.
+        return {path.rpartition("/")[2] for path in paths if path.startswith(f"{folder}/")}
+
     def contents(self, paths: Sequence[str]) -> list[bytes]:
         """The bytes of each file, read in parallel."""
+        names = list(dict.fromkeys(paths))
+        read = dict(zip(names, self._fetch(names, [None] * len(names), [None] * len(names)), strict=True))
+        return [bytes(read[path]) for path in paths]
+
+    def _fetch(self, paths: list[str], starts: list[int | None], stops: list[int | None]) -> list[Any]:
+        """The bytes of a range of each file, read in parallel. None is the beginning or the end of a file.
+
+        ``cat`` of fsspec would take names with brackets for patterns.
+        """
         with _reading(self.url, self._cure):
-            read = self._opened().cat(list({*paths}), on_error="raise")
-        return [bytes(read[path]) for path in paths] if isinstance(read, dict) else [bytes(read)] * len(paths)
+            blocks: list[Any] = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
+            for block in blocks:
+                if isinstance(block, Exception):  # older versions of fsspec return the errors
+                    raise block
+        return blocks
 
     def read_all(self, path: str, where: str) -> bytes:
         """The bytes of a file."""
@@ -270,6 +325,8 @@ class RemoteFiles:
         """The size of a file, and its ETag or the time of its last change; an empty text if the server has neither."""
         with _reading(path, self._cure):
             info = self._opened().info(path)
+        if info.get("type") == "directory":
+            raise DatasetError(f"{path} is a folder", self._cure)
         if info.get("size") is None:
             raise DatasetError(f"the server does not report the size of {path}", "copy the files to this machine")
         return info["size"], next((str(info[name]) for name in _MARKS if info.get(name) is not None), "")
@@ -285,8 +342,7 @@ class RemoteFiles:
             else:
                 runs.append([path, begin, end, [number]])
         paths, starts, stops, _ = zip(*runs, strict=True) if runs else ((),) * 4
-        with _reading(self.url, self._cure):
-            blocks = self._opened().cat_ranges(list(paths), list(starts), list(stops), on_error="raise")
+        blocks = self._fetch(list(paths), list(starts), list(stops))
         taken: list[Any] = [None] * len(spans)
         for (path, start, stop, numbers), data in zip(runs, blocks, strict=True):
             block = np.frombuffer(_check_length(data, (path, start, stop)), np.uint8)

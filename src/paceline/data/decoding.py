@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ class Decoder:
             if kind in IMAGES and self._images is not None:
                 return self._image(data)
             return _BY_EXTENSION[kind](data) if kind in _BY_EXTENSION else data
-        except (ValueError, OSError, EOFError, RuntimeError, zlib.error, msgspec.MsgspecError) as error:
+        except (ValueError, OSError, EOFError, RuntimeError, BadZipFile, zlib.error, msgspec.MsgspecError) as error:
             what = f"{where} cannot be decoded ({first_line(error)})"
             raise DatasetError(what, "repair or remove it, or pass a function as decode=") from error
 

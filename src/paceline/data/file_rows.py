@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
-from paceline.data.byte_ranges import LocalFiles, RemoteFiles, Span
+from paceline.data.byte_ranges import LocalFiles, RemoteFiles, Span, refuse_change
 from paceline.data.row_groups import locate
-from paceline.errors import DatasetError
 
 
 class RowFile(Protocol):
@@ -64,7 +63,7 @@ class FileRows(Generic[File]):
         by_store: dict[int, list[int]] = {}  # {id of a store: numbers in `rows`}
         spans = list[Span]()
         for file_number in {number for number, _ in wanted}:
-            self._refuse_change(file_number)
+            self.refuse_change(file_number)
         for number, (file_number, file_row) in enumerate(wanted):
             file = self.files[file_number]
             begins = file.begins()
@@ -78,9 +77,6 @@ class FileRows(Generic[File]):
                 taken[number] = self.files[file_number], file_row, data
         return taken
 
-    def _refuse_change(self, number: int) -> None:
-        """Raises DatasetError if a local file has changed: what is mapped of a shortened file cannot be read."""
-        file = self.files[number]
-        if file.store.version(file.path) != self._versions[number]:
-            what = f"{file.path} has changed since it was opened"
-            raise DatasetError(what, "start again, and do not write to a file that a training reads")
+    def refuse_change(self, number: int) -> None:
+        """Raises DatasetError if a file, which has this number, is local and has changed since it was opened."""
+        refuse_change(self.files[number].store, self.files[number].path, self._versions[number])

@@ -18,6 +18,7 @@ from paceline.errors import DatasetError, ReaderError, UsageError, first_line
 _IMAGE, _BYTES = "$image of pillow", "$bytes"
 _SHORT = 256  # bytes that are sent as text
 _MODES = ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F")  # of images that are their pixels alone
+_TYPES = "yield tensors, arrays, images of pillow, numbers, text, and dicts or lists of these"
 
 
 class HostReader:
@@ -100,21 +101,22 @@ class HostReader:
         group.declare("the rows of a step", check=False, kind="rows")
         asked = {rank: Assignment(*unpack(group.receive_bytes(rank))) for rank in self._others}
         count = 0 if step is None or failed else len(stream.rows)
-        head = {"epoch": stream.epoch, "count": count, "failed": failed, "first": self.first}
+        head: dict[str, Any] = {"epoch": stream.epoch, "count": count, "failed": failed, "first": self.first}
         head["position"] = list(stream.position)
-        cuts, replies = feed.grid.cut(count), dict[int, Any]()
+        cuts, replies, refusal = feed.grid.cut(count), dict[int, Any](), _refusal()
         try:
             for rank, assignment in asked.items():
                 share = share_of(_hashable(assignment), feed.grid, count) if count else ()
                 numbers = sorted({row for index, _, _ in share for row in cuts[index]})
                 replies[rank] = pack({**head, "rows": [(row, _portable(stream.rows[row])) for row in numbers]})
-        except UsageError:
-            replies = dict.fromkeys(asked, pack({**head, "rows": None}))
+        except (UsageError, DatasetError) as error:
+            refusal = error if isinstance(error, DatasetError) else refusal
+            replies = dict.fromkeys(asked, pack({**head, "rows": None, "refusal": [refusal.what, refusal.cure]}))
             self._others = []
         for rank, reply in replies.items():
             group.send_bytes(reply, rank)
         if not self._others and isinstance(feed.source.dataset, Stream):
-            raise _refusal()
+            raise refusal
 
     def _receive(self, group: Group, step: int, assignment: Assignment) -> bool:
         """Gets this worker's rows from the reader."""
@@ -129,7 +131,7 @@ class HostReader:
         self.first = reply["first"]
         if reply["rows"] is None:  # no worker of the host gets rows from another one
             if isinstance(feed.source.dataset, Stream):
-                raise _refusal()
+                raise DatasetError(*reply["refusal"])
             assert feed.stream is not None
             self._reads_itself, self._reader, feed.rows = True, group.rank, None
             return feed.stream.reach(step)
@@ -138,9 +140,8 @@ class HostReader:
         return bool(reply["count"])
 
 
-def _refusal() -> DatasetError:
-    what = "the rows of a Stream have values of a type that cannot be sent to other workers"
-    return DatasetError(what, "yield tensors, arrays, images of pillow, numbers, text, and dicts or lists of these")
+def _refusal(values: str = "values of a type", cure: str = _TYPES) -> DatasetError:
+    return DatasetError(f"the rows of a Stream have {values} that cannot be sent to other workers", cure)
 
 
 def _hashable(assignment: Assignment) -> Assignment:
@@ -150,14 +151,20 @@ def _hashable(assignment: Assignment) -> Assignment:
 
 
 def _portable(value: Any) -> Any:
-    """Returns a row in which images and long bytes are tuples that begin with a name of theirs."""
+    """Returns a row in which images and long bytes are tuples that begin with a name of theirs.
+
+    Raises DatasetError for an image that is more than its pixels, such as one with a palette.
+    """
     if type(value) is dict:
         return {name: _portable(part) for name, part in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_portable(part) for part in value)
     if type(value) is bytes and len(value) > _SHORT:
         return _BYTES, np.frombuffer(value, np.uint8)
-    if type(value).__module__.startswith("PIL.") and value.mode in _MODES:
+    if type(value).__module__.startswith("PIL.") and hasattr(value, "tobytes"):
+        if value.mode not in _MODES:
+            cure = f'convert them, for example with image.convert("RGB"); these modes can be sent: {", ".join(_MODES)}'
+            raise _refusal(f"images of pillow with the mode {value.mode}", cure)
         return _IMAGE, value.mode, list(value.size), np.frombuffer(value.tobytes(), np.uint8)
     return value
 

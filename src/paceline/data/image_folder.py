@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.data.byte_ranges import open_files
+from paceline.data.byte_ranges import location_of, open_files
 from paceline.data.decoding import Decoder
 from paceline.data.row_groups import row_number
 from paceline.errors import DatasetError
@@ -29,8 +29,8 @@ class ImageFolder:
     `classes` are their names, `class_to_idx` is {name: number}, and `targets` are the class numbers of all rows, for
     example for `ClassBalancedOrder`. May be pickled and forked if `transform` may.
 
-    Raises UsageError without pillow, DatasetError if there is no class or a class has no images, and, when a row is
-    read, for an image that cannot be decoded.
+    Raises UsageError without pillow, DatasetError if there is no class or a class has no images, also one whose folder
+    is empty, and, when a row is read, for an image that cannot be decoded.
     """
 
     def __init__(
@@ -40,17 +40,18 @@ class ImageFolder:
         images: str = "pil",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        url = os.fspath(url)
+        url = location_of(url, _MISSING)
         self._decoder, self._transform = Decoder(images), transform
         self._store = open_files(url, storage_options, _MISSING)
         self._root = self._store.root(url).rstrip("/")
-        listed = (path.removeprefix(f"{self._root}/") for path in self._store.files_below(self._root))
+        root = f"{self._root}/"
+        listed = (path[len(root) :] for path in self._store.files_below(self._root) if path.startswith(root))
         # By class, folder and name: as the folders of all classes, one after another, are walked through.
         split = (
             (path.split("/")[0], path.rpartition("/")[0], path.rpartition("/")[2]) for path in listed if "/" in path
         )
         files = sorted(split)
-        self.classes = sorted({name for name, _, _ in files})
+        self.classes = sorted({name for name, _, _ in files} | self._store.folders_in(self._root))
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         rows = [
             (f"{folder}/{file}", self.class_to_idx[name])
@@ -59,7 +60,7 @@ class ImageFolder:
         ]
         self._paths, self.targets = [path for path, _ in rows], [number for _, number in rows]
         if not self.classes:
-            raise DatasetError(f"{url} has no folders with files", _MISSING)
+            raise DatasetError(f"{url} has no folders", _MISSING)
         if empty := {*range(len(self.classes))} - {*self.targets}:
             what = f"the class {self.classes[min(empty)]} of {url} has no images"
             raise DatasetError(what, f"remove its folder, or add files that end with {', '.join(EXTENSIONS)}")

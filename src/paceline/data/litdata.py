@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any
 
@@ -80,7 +81,8 @@ class LitDataRows(GroupedRows):
                 what = "encrypted" if config.get("encryption") else f"for {loader}"
                 raise UsageError(f"the chunks of {self._url} are {what}", "write them with litdata's PyTreeLoader")
             self._decoders = [self._decoder(one) for one in formats]
-            shards = [Shard(folder.store, path, one["chunk_size"]) for path, one in zip(paths, chunks, strict=True)]
+            rows = [index(one["chunk_size"]) for one in chunks]
+            shards = [Shard(folder.store, path, count) for path, count in zip(paths, rows, strict=True)]
             files: Sequence[Shard | _TokenBlocks] = shards
             self._is_tokens = loader == "TokensLoader"
             if self._is_tokens:
@@ -90,7 +92,7 @@ class LitDataRows(GroupedRows):
             elif block_size is not None:
                 raise UsageError(f"{self._url} has no tokens, and block_size= was given", "remove block_size=")
             self._tree: Any = None if self._is_tokens else json.loads(config["data_spec"])[1]
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise folder.refusal(f"is not an index of litdata ({type(error).__name__}: {first_line(error)})") from error
         used = [number for number, file in enumerate(files) if len(file)]
         if not used:
@@ -115,6 +117,7 @@ class LitDataRows(GroupedRows):
             taken[number] = self._row(content, file.path)
         for number in {*range(len(rows))} - {*by_range}:
             chunk, at = located[number]
+            self._files.refuse_change(chunk)  # also of what is in memory, which may view the file
             path, unpacked = self._files.files[chunk].path, self._rows.take(chunk, self._unpack)
             if isinstance(unpacked, _Batches):
                 taken[number] = unpacked.row(at)
@@ -155,7 +158,7 @@ class LitDataRows(GroupedRows):
             values = split_sizes(data, [None] * len(self._decoders))
             leaves = iter([decode(value) for decode, value in zip(self._decoders, values, strict=True)])
             return _unflattened(self._tree, leaves)
-        except (ValueError, KeyError, IndexError, struct.error, OSError) as error:
+        except (ValueError, KeyError, IndexError, RuntimeError, StopIteration, struct.error, OSError) as error:
             what = f"a row of {path} cannot be decoded ({first_line(error)})"
             raise DatasetError(what, "copy the chunk again, or write it again") from error
 
@@ -163,11 +166,12 @@ class LitDataRows(GroupedRows):
         """Returns the function that decodes values of one of litdata's formats. Raises UsageError."""
         name = form.partition(":")[0]
         if name in ("no_header_numpy", "no_header_tensor"):
-            return _Flat(*_numbers(form))
+            with suppress(IndexError, ValueError):  # a number that later versions of litdata may have
+                return _Flat(*_numbers(form))
         if name in _BY_FORMAT:
             return _BY_FORMAT[name]
         why = ", which can run code" if name == "pickle" else ""
-        raise UsageError(f"{self._url} has values of the type {name}{why}", "write them with another type")
+        raise UsageError(f"{self._url} has values of the type {form}{why}", "write them with another type")
 
     def _checked_block(self, block_size: int | None) -> int:
         if block_size is None:
@@ -200,15 +204,15 @@ class _Batches:
             import pyarrow
         except ModuleNotFoundError as error:
             raise UsageError(f"{path} is read with pyarrow", "pip install 'paceline[parquet]'") from error
-        (size,) = struct.unpack("<I", chunk[-12:-8].tobytes())
-        source = pyarrow.BufferReader(pyarrow.py_buffer(chunk[len(chunk) - 12 - size : -12]))
         try:
+            (size,) = struct.unpack("<I", chunk[-12:-8].tobytes())
+            source = pyarrow.BufferReader(pyarrow.py_buffer(chunk[len(chunk) - 12 - size : -12]))
             if chunk[len(chunk) - 12 - size :][:6].tobytes() == b"ARROW1":
                 reader = pyarrow.ipc.open_file(source)
                 self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
             else:
                 self._batches = list(pyarrow.ipc.open_stream(source))
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, struct.error, pyarrow.ArrowException) as error:
             raise DatasetError(f"{path} cannot be read ({first_line(error)})", "copy it again") from error
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         if self._starts[-1] != rows:
@@ -222,7 +226,7 @@ class _Batches:
 
 def _unframed(data: bytes, kind: str, rows: int, path: str) -> tuple[int, tuple[bytes, Any]]:
     """Returns the size, the rows and the offsets of a chunk of frames, each of which has several compressed rows."""
-    if data[:8] != _FRAMED:
+    if data[:8] != _FRAMED or len(data) < 24:
         raise DatasetError(f"{path} has no compressed frames", "copy it again, with its index.json")
     _, _, count, _, frames = struct.unpack_from("<HHIII", data, 8)
     begin = 24 + 4 * (count + 1)
@@ -234,10 +238,16 @@ def _unframed(data: bytes, kind: str, rows: int, path: str) -> tuple[int, tuple[
 
 
 def _numbers(form: str) -> tuple[str, str]:
-    """Returns "numpy" or "tensor", and the type of the numbers of a format like ``no_header_tensor:18``."""
+    """Returns "numpy" or "tensor", and the type of the numbers of a format like ``no_header_tensor:18``.
+
+    Raises ValueError and IndexError for an unknown number of a type.
+    """
     name, _, number = form.partition(":")
     library = name.rpartition("_")[2]
-    return library, (_NUMPY if library == "numpy" else _TORCH)[int(number)]
+    types = _NUMPY if library == "numpy" else _TORCH
+    if not number.isdigit():  # nor a negative one
+        raise ValueError(f"{form} has no type")
+    return library, types[int(number)]
 
 
 def _unflattened(tree: Mapping[str, Any], leaves: Any) -> Any:

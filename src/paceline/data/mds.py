@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from paceline.data.byte_ranges import LocalFiles
 from paceline.data.decoding import Images, open_image, raw_image
 from paceline.data.file_rows import FileRows
 from paceline.data.row_groups import CACHE, GroupedRows, RowGroups
+from paceline.data.table_rows import refuse_missing
 from paceline.errors import DatasetError, UsageError, first_line
 
 _MISSING = "pass the folder that MDSWriter wrote, with its index.json"
@@ -22,6 +25,7 @@ _NUMBERS = "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 fl
 # The codes of an array's type and of the type of its shape, in arrays that have both before their values.
 _TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 _SHAPES = ("u1", "u2", "u4", "u8")
+Decode = Callable[[bytes], Any]
 
 
 class MDSRows(GroupedRows):
@@ -51,24 +55,24 @@ class MDSRows(GroupedRows):
         described = folder.index.get("shards")
         if folder.index.get("version") != 2 or not isinstance(described, list):
             raise folder.refusal("is not an MDS index of version 2")
-        described = [one for one in described if one.get("samples")]
         try:
+            described = [one for one in described if one["samples"]]
             if other := [one["format"] for one in described if one["format"] != "mds"]:
                 raise folder.refusal(f"has shards of the format {other[0]}", "write them with MDSWriter")
             self._layouts = [
-                [*zip(one["column_names"], one["column_encodings"], one["column_sizes"], strict=True)]
+                (*zip(map(str, one["column_names"]), map(str, one["column_encodings"]), _sizes(one), strict=True),)
                 for one in described
             ]
             raw = [f"{folder.root}/{one['raw_data']['basename']}" for one in described]
             packed = [f"{folder.root}/{one['zip_data']['basename']}" if one["zip_data"] else "" for one in described]
-            self._kinds = [(one["compression"] or "").partition(":")[0] for one in described]
-            self._sizes = [one["raw_data"]["bytes"] for one in described]
-            samples = [one["samples"] for one in described]
+            self._kinds = [str(one["compression"] or "").partition(":")[0] for one in described]
+            self._sizes = [index(one["raw_data"]["bytes"]) for one in described]
+            samples = [index(one["samples"]) for one in described]
         except (KeyError, TypeError, ValueError) as error:
             raise folder.refusal(f"is not an MDS index ({type(error).__name__}: {first_line(error)})") from error
         if not described:
             raise folder.refusal("lists no rows")
-        self._columns = self._checked(columns, folder)
+        self._columns = self._checked(columns, raw, folder.url)
         # The library leaves decompressed shards where it has read them.
         unpacked = isinstance(folder.store, LocalFiles) and all(map(os.path.exists, raw))
         self._packed = any(packed) and not unpacked
@@ -88,23 +92,20 @@ class MDSRows(GroupedRows):
             read = [self._unpacked_row(shard, at) for shard, at in located]
         return [self._row(shard, *one) for (shard, _), one in zip(located, read, strict=True)]
 
-    def _checked(self, columns: Sequence[str] | None, folder: ShardFolder) -> dict[str, Callable[[bytes], Any]]:
-        """Returns how the values of each wanted column are decoded. Raises UsageError and DatasetError."""
-        encodings = {name: encoding for layout in self._layouts for name, encoding, _ in layout}
-        for name in columns or ():
-            if name not in encodings:
-                raise DatasetError(f"{folder.url} has no column {name}", f"it has {', '.join(sorted(encodings))}")
-        decoders = dict[str, Callable[[bytes], Any]]()
-        for name in encodings if columns is None else columns:
-            decoder = _decoder(encodings[name])
-            if decoder is None:
-                what = f"the column {name} of {folder.url} has the encoding {encodings[name]}"
-                why = ", which can run code" if encodings[name] == "pkl" else ""
-                raise UsageError(what + why, "leave it out with columns=, or write it with another encoding")
-            decoders[name] = decoder
-        return decoders
+    def _checked(self, columns: Sequence[str] | None, paths: Sequence[str], url: str) -> list[dict[str, Decode]]:
+        """Returns how each shard's values of each wanted column are decoded. Raises UsageError and DatasetError."""
+        refuse_missing(columns, {name for layout in self._layouts for name, _, _ in layout}, url)
+        known = dict[Any, dict[str, Decode]]()  # by layout: most shards have the same one
+        for layout, path in zip(self._layouts, paths, strict=True):
+            if layout not in known:
+                encodings = {name: encoding for name, encoding, _ in layout}
+                names = encodings if columns is None else columns
+                refuse_missing(names, encodings, path)
+                known[layout] = {name: _decoder(encodings[name], f"the column {name} of {url}") for name in names}
+        return [known[layout] for layout in self._layouts]
 
     def _unpacked_row(self, shard: int, at: int) -> tuple[str, bytes]:
+        self._files.refuse_change(shard)
         data, offsets = self._rows.take(shard, self._unpack)
         return self._files.files[shard].path, data[offsets[at] : offsets[at + 1]]
 
@@ -116,23 +117,36 @@ class MDSRows(GroupedRows):
         return len(data), (data, table_of(data, len(file), file.path))
 
     def _row(self, shard: int, path: str, data: bytes) -> dict[str, Any]:
-        layout = self._layouts[shard]
-        values = split_sizes(data, [size or None for _, _, size in layout])
-        by_name = {name: value for (name, _, _), value in zip(layout, values, strict=True)}
-        row = dict[str, Any]()
-        for name, decode in self._columns.items():
-            try:
+        layout, row, where = self._layouts[shard], dict[str, Any](), "a row"
+        try:
+            values = split_sizes(data, [size for _, _, size in layout])
+            by_name = {name: value for (name, _, _), value in zip(layout, values, strict=True)}
+            for name, decode in self._columns[shard].items():
+                where = f"the column {name} of a row"
                 row[name] = decode(by_name[name])
-            except (KeyError, ValueError, IndexError, ArithmeticError, OSError) as error:
-                what = f"the column {name} of a row of {path} cannot be decoded ({first_line(error)})"
-                raise DatasetError(what, "copy the shard again, or write it again") from error
+        except (KeyError, ValueError, IndexError, ArithmeticError, OSError) as error:
+            what = f"{where} of {path} cannot be decoded ({first_line(error)})"
+            raise DatasetError(what, "copy the shard again, or write it again") from error
         return row
 
 
-def _decoder(encoding: str) -> Callable[[bytes], Any] | None:
-    """Returns the function that decodes values of an encoding; None if there is none."""
+def _sizes(shard: Mapping[str, Any]) -> list[int | None]:
+    """Returns the bytes of a value of each column, None where they differ. Raises TypeError and KeyError."""
+    return [index(size) if size else None for size in shard["column_sizes"]]
+
+
+def _decoder(encoding: str, what: str) -> Decode:
+    """Returns the function that decodes values of an encoding. `what` has it, for errors. Raises UsageError."""
     name, _, options = encoding.partition(":")
-    return _Array(options) if name == "ndarray" else _BY_ENCODING.get(encoding)
+    decoder = _BY_ENCODING.get(encoding)
+    if name == "ndarray":
+        with suppress(TypeError, ValueError):  # an unknown type, or a malformed shape
+            decoder = _Array(options)
+    if decoder is None:
+        why = ", which can run code" if encoding == "pkl" else ""
+        cure = "leave it out with columns=, or write it with another encoding"
+        raise UsageError(f"{what} has the encoding {encoding}{why}", cure)
+    return decoder
 
 
 class _Array:
@@ -184,7 +198,7 @@ def _text_decimal(data: bytes) -> Decimal:
     return Decimal(data.decode())
 
 
-_BY_ENCODING: dict[str, Callable[[bytes], Any]] = {
+_BY_ENCODING: dict[str, Decode] = {
     "bytes": bytes,
     "str": _text,
     "int": _int,

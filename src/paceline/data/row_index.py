@@ -25,7 +25,7 @@ import numpy as np
 from paceline.base.environment import cache_folder
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.schema import read_file
-from paceline.checkpoint.storage import failures, is_url, storage_at
+from paceline.checkpoint.storage import Storage, failures, is_url, storage_at
 from paceline.data.byte_ranges import LocalFiles, RemoteFiles
 from paceline.errors import UsageError, first_line
 
@@ -40,7 +40,8 @@ def row_begins(files: Sequence[tuple[Store, str]], kind: str, scan: Scan, folder
     """Returns where the rows of each file begin and, last, where the last row ends: read-only int64 arrays.
 
     ``scan(store, path, bytes of the file)`` computes such an array if there is no index. `kind` names what the numbers
-    mean. `folder` is a path or a URL for the indexes instead of the usual places.
+    mean. `folder` is a path or a URL for the indexes instead of the usual places; of a URL without a folder
+    (``gs://bucket``), the folder ``.paceline-index`` there.
 
     Raises UsageError if nothing can be written to `folder`.
     """
@@ -117,16 +118,22 @@ class _Index:
 
 def _read(folder: str, name: str) -> bytes:
     if is_url(folder):
-        parent, _, last = folder.rstrip("/").rpartition("/")
-        return storage_at(parent).read(last, name)
+        storage, below = _storage_of(folder)
+        return storage.read(below, name)
     return read_file(Path(folder) / name)
+
+
+def _storage_of(url: str) -> tuple[Storage, str]:
+    """Returns the storage at a URL, and the name of the folder in it."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    return (storage_at(parent), name) if is_url(parent) else (storage_at(url), BESIDE)  # a bucket has no parent
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
     """Writes a file atomically: several processes may do so at once."""
     if is_url(folder):
-        parent, _, last = folder.rstrip("/").rpartition("/")
-        storage_at(parent).put(last, name, data)
+        storage, below = _storage_of(folder)
+        storage.put(below, name, data)
         return
     os.makedirs(folder, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")

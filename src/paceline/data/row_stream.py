@@ -24,10 +24,10 @@ class Stream(IterableDataset[Any]):
     """The rows of an iterable that only one worker of each host reads; the worker sends the others their rows.
 
     `source` is an iterable that begins anew at each ``iter()``, or a function without arguments that returns one: then
-    the other workers do not even open it. Rows consist of tensors, arrays, images of pillow, numbers, text, bytes, and
-    dicts, lists and tuples of these. With ``state_dict()`` and ``load_state_dict()``, as Hugging Face's streaming
-    datasets have them, a resumed run continues without reading the rows before; ``set_epoch(epoch)`` is called before
-    each epoch.
+    the other workers do not even open it. Rows consist of tensors, arrays, images of pillow without a palette
+    (``image.convert("RGB")`` removes it), numbers, text, bytes, and dicts, lists and tuples of these. With
+    ``state_dict()`` and ``load_state_dict()``, as Hugging Face's streaming datasets have them, a resumed run continues
+    without reading the rows before; ``set_epoch(epoch)`` is called before each epoch.
 
     An iterable dataset can be passed to ``steps()`` as it is. Then each worker reads its first four rows, to compare
     them with those of the others, and rows of any type are allowed, which each worker reads itself.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from paceline.data.row_groups import GroupedRows, row_number
+from paceline.errors import DatasetError
 
 Columns = dict[str, Any]  # by name; ``column[row]`` is the value of a row, ``column.take(rows)`` are those of several
 
@@ -58,7 +59,12 @@ class TableRows(GroupedRows):
     def _located(self, row: int) -> tuple[Columns, int]:
         """Returns columns that have a row, and its number there. Raises IndexError."""
         group, at = self._rows.locate(row)
-        return self._rows.take(group, self._read), at
+        return self._columns_of(group), at
+
+    def _columns_of(self, group: int) -> Columns:
+        """Returns the columns of a group, which is read unless it is in memory."""
+        columns: Columns = self._rows.take(group, self._read)
+        return columns
 
     def _taken(self, rows: Sequence[int]) -> list[tuple[dict[str, Any], Any]]:
         """Returns (values by column, numbers in `rows`) of each part. The values of a part are copied before the next
@@ -73,7 +79,13 @@ class TableRows(GroupedRows):
         Each part is a group. `rows` are counted from 0.
         """
         for group, at, to in self._rows.divided(rows):
-            yield self._rows.take(group, self._read), at, to
+            yield self._columns_of(group), at, to
+
+
+def refuse_missing(columns: Collection[str] | None, names: Collection[str], where: str) -> None:
+    """Raises DatasetError if one of the columns is not among the names of those that there are."""
+    if missing := [name for name in columns or () if name not in names]:
+        raise DatasetError(f"{where} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
 
 
 def _from_zero(rows: Sequence[int], count: int) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.base.schema import find_wrong, parse
-from paceline.data.byte_ranges import RemoteFiles, Span, open_files
+from paceline.data.byte_ranges import RemoteFiles, Span, location_of, open_files
 from paceline.data.row_groups import row_number
 from paceline.errors import DatasetError, FormatError, UsageError
 
@@ -65,7 +65,7 @@ class Tokens:
         storage_options: Mapping[str, Any] | None = None,
         documents: bool = False,
     ) -> None:
-        url, self.length, self._documents = os.fspath(url), index(length), documents
+        url, self.length, self._documents = location_of(url, _MISSING), index(length), documents
         if self.length < 1:
             raise UsageError(f"length={length} is too small", "use a length of at least 1")
         if dtype is not None and dtype not in DTYPES:
@@ -112,6 +112,8 @@ class Tokens:
         path = self._store.root(url)
         (size,) = self._store.sizes([path], url)
         self._index, self._paths = {}, [path]
+        if not size:
+            raise DatasetError(f"{url} is empty", "write or copy the file again")
         if url.endswith(".npy"):
             (head,) = self._store.ranges([(path, 0, min(size, 4096))])
             self._dtype, self._offset, count = _npy_header(head.tobytes(), url)

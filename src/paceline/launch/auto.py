@@ -177,10 +177,13 @@ def _choose(options: LaunchOptions, fixed_words: Plan, workers: int, trials: _Tr
         answer = Planning(given, question, Path(folder)).answer()
     best = answer.best
     if best is None:
-        raise PlanError(
-            f"no plan fits into the memory of {plural(workers, 'worker')} of {in_one_line(options.script)}",
-            "use more workers, on other hosts",
-        )
+        program = in_one_line(options.script)
+        if answer.prospects:
+            what = f"no plan fits into the memory of {plural(workers, 'worker')} of {program}"
+            raise PlanError(what, "use more workers, on other hosts")
+        plan, reason = next(iter(answer.refused.items()))
+        what = f"no plan can be used for {plural(workers, 'worker')} of {program} ({plan}: {in_one_line(reason)})"
+        raise PlanError(what, "use other words, or another number of workers")
     words, outlook = words_of(best.plan), Outlook.of(answer, fixed_words, spans)
     return ChosenPlan(words, options.plan or "", workers, f"the plan is {words!r}", _reason(answer), outlook)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import command_line, in_one_line, say
-from paceline.base.environment import cache_folder, gpus
+from paceline.base.environment import gpus
 from paceline.base.text import plural
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import LaunchError, PlanError, UsageError
 from paceline.launch.check import rehearse
 from paceline.launch.fork_server import WarmProcessHolder
 from paceline.launch.options import LaunchOptions
@@ -40,7 +40,7 @@ from paceline.planner.descriptions import (
     as_json,
     converted,
 )
-from paceline.planner.history import HISTORY, History, Prediction
+from paceline.planner.history import History, Prediction, history_of
 from paceline.planner.picture import save
 
 ALLOWED = "lossy", "local", "precision"
@@ -80,7 +80,7 @@ class Planning:
     def __init__(self, options: LaunchOptions, question: Question, folder: Path) -> None:
         self._options, self._question, self._folder = options, question, folder
         self._runs, self._began, self._limit = 0, time.monotonic(), question.limit
-        self._history = History(cache_folder() / HISTORY)
+        self._history: History | None = None
 
     def answer(self) -> Answer:
         """Probes the machines, predicts all plans and tries the best ones. LaunchError: the script does not train."""
@@ -92,6 +92,8 @@ class Planning:
         model, machine, left, is_short = probed.model, probed.machine, math.inf, False
         if elsewhere is not None:
             model, machine = model.without_seconds(), elsewhere
+        # What was measured here says nothing about other machines.
+        self._history = None if elsewhere is not None else history_of(machine.name)
         predictor = Predictor(model, machine, probed, self._history, question.memory)
         script, base = Plan.parse(probed.script if self._options.plan is None else self._options.plan), None
         if elsewhere is None and (question.tries or question.hosts):
@@ -102,8 +104,9 @@ class Planning:
         plans, refused = self._candidates(predictor.model, script)
         refused |= {text: reason for text, (reason, _) in probed.refused.items()}
         prospects = {str(plan): predictor.predict(plan, workers) for plan in plans if str(plan) not in refused}
-        if workers > 1 and question.alone and not layout_of(question.fixed_words):
-            prospects[ALONE] = predictor.predict(without_layout(script).validate(1), 1)
+        alone = _valid(without_layout(script), 1)
+        if workers > 1 and question.alone and not layout_of(question.fixed_words) and alone is not None:
+            prospects[ALONE] = predictor.predict(alone, 1)
         if base is not None:
             if base.plan in prospects:
                 prospects[base.plan] = prospects[base.plan].with_trial(base)
@@ -114,7 +117,7 @@ class Planning:
                 self._try(prospects)
             self._drop_refused(prospects, refused)
             self._remember(prospects, base, model)
-        ranking, error = ranked(prospects.values()), self._history.error()
+        ranking, error = ranked(prospects.values()), None if self._history is None else self._history.error()
         return Answer(predictor.model, machine, ranking, refused, self._passed, base, left if is_short else None, error)
 
     def _candidates(self, model: ModelDescription, script: Plan) -> tuple[list[Plan], dict[str, str]]:
@@ -128,11 +131,12 @@ class Planning:
         without a layout comes first. None if no plan fits.
         """
         workers = self._options.workers
-        simple, stated = without_layout(script).validate(workers), script.validate(workers)
+        simple, stated = _valid(without_layout(script), workers), _valid(script, workers)
 
         def in_order() -> Iterator[Prospect]:
-            for plan in dict.fromkeys((simple, stated) if stated.one_by_one else (stated,)):
-                yield predictor.predict(plan, workers)
+            for plan in dict.fromkeys((simple, stated) if stated is None or stated.one_by_one else (stated,)):
+                if plan is not None:
+                    yield predictor.predict(plan, workers)
             plans, _ = self._candidates(predictor.model, script)  # only if none of the above can be tried
             yield from ranked(predictor.predict(plan, workers) for plan in plans if str(plan) not in refused)[:MOST]
 
@@ -147,12 +151,14 @@ class Planning:
 
     def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult, model: ModelDescription) -> None:
         """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
-        for key, one in prospects.items():
+        history = self._history
+        for key, one in prospects.items() if history is not None else ():
             if one.trial is not None and key != base.plan and one.workers == base.workers:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
                 about = model.name, model.parameters, time.time()
                 peak, sent = max(one.trial.peaks, default=0), sum(one.trial.sent.values())
-                self._history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
+                assert history is not None
+                history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
 
     def _left(self, base: TrialResult) -> float:
         """Returns the seconds that the run will take, if its steps are those of the script's first loop."""
@@ -195,7 +201,7 @@ class Planning:
             self._try_one(prospects, min(ready, key=lambda key: (key == ALONE, prospects[key].seconds)), turn)
             prospects |= corrected_by_trials(prospects, self._options.workers)
         tried = [key for key, one in prospects.items() if one.is_measured]
-        least = min(prospects[key].step_seconds for key in tried)
+        least = min((prospects[key].step_seconds for key in tried), default=0.0)
         close = [key for key in tried if prospects[key].step_seconds <= CLOSE * least]
         for key in close if len(close) > 1 else ():
             if self._passed < self._limit:
@@ -286,8 +292,12 @@ def plan(
     """Answers the question: as a text, as "json", or as "describe", the descriptions that predictions are made from.
 
     Also draws the plans to the file `svg`, and explains the plan `explained`. `launcher` are the words that start a run
-    on other hosts.
+    on other hosts. Raises UsageError if the file cannot be written or the form has no explanations.
     """
+    if explained is not None and form != "text":
+        raise UsageError(f"--explain is text, and --{form} prints JSON", "leave one of them out; --json has all parts")
+    if svg is not None and not os.access(svg.parent, os.W_OK):
+        raise UsageError(f"--svg cannot be written to {in_one_line(svg.parent)}", "give a folder that can be written")
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, WarmProcessHolder() as warm_holder:
         if explained is not None:
             Plan.parse(explained).validate(options.workers)
@@ -298,7 +308,7 @@ def plan(
         return json.dumps({"model": as_json(answer.model), "machine": as_json(answer.machine)}, indent=2)
     if form == "json":
         return json.dumps(answer.as_data(), indent=2)
-    more = "" if explained is None else f"\n\n{answer.explain(explained)}"
+    more = "" if explained is None else f"\n\n{answer.explain(explained, options.workers)}"
     return f"{_command(options, answer, launcher, question.hosts)}\n\n{answer.text(SHOWN)}{more}"
 
 
@@ -306,15 +316,31 @@ def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str], ho
     """Returns the command that trains with the best plan."""
     best, program = answer.best, options.program
     if best is None:
-        return "no plan fits: use more workers, on other hosts, or a smaller model"
-    if best.workers == 1 and options.workers > 1:
-        return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
-    words = words_over(best.plan, hosts) if launcher else words_of(best.plan)
-    start = launcher or ("run", "--workers", str(best.workers))
+        return _nothing(answer)
+    alone = best.workers == 1 and options.workers > 1
+    words = words_over(best.plan, hosts) if launcher and not alone else words_of(best.plan)
+    start = ("run", "--workers", str(best.workers)) if alone or not launcher else launcher
     command = command_line(["paceline", *start, "--plan", words, *program])
+    if alone:
+        return f"{command}   # one worker is faster than {options.workers}"
     if spans_hosts(best.plan, hosts):
         return f"{command}   # give --checkpoints, too: a folder or URL that all hosts share"
     return command
+
+
+def _nothing(answer: Answer) -> str:
+    """Returns why there is no best plan."""
+    if answer.prospects:
+        return "no plan fits: use more workers, on other hosts, or a smaller model"
+    return "no plan can be used for this model, for the reasons below: use other words or another number of workers"
+
+
+def _valid(plan: Plan, workers: int) -> Plan | None:
+    """Returns a plan for so many workers; None if it is for another number of them."""
+    try:
+        return plan.validate(workers)
+    except PlanError:
+        return None
 
 
 def local_workers() -> int:

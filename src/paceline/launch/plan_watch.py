@@ -12,7 +12,7 @@ from statistics import median_low as median
 from typing import Any
 
 from paceline.base.console import say
-from paceline.base.environment import cache_folder, gpus
+from paceline.base.environment import gpus
 from paceline.base.exit_codes import INTERRUPTED, STOPPED
 from paceline.base.heartbeat import BUSY, DONE, STEPS, USUAL
 from paceline.base.journal import NAME, Journal, Reader
@@ -23,7 +23,7 @@ from paceline.launch.workers import Worker
 from paceline.planner.candidates import words_over
 from paceline.planner.choose import milliseconds
 from paceline.planner.descriptions import ALIKE
-from paceline.planner.history import HISTORY, History
+from paceline.planner.history import history_of
 from paceline.planner.outlook import MARGIN, Now, Outlook, PlanChange
 
 LOOK = 0.5  # seconds between two looks
@@ -56,7 +56,7 @@ def next_options(options: LaunchOptions, code: int, change: PlanChange | None, t
     outlook = before.chosen.outlook.without(chosen.plan, chosen.workers)
     following = replace(before, chosen=replace(before.chosen, outlook=outlook))
     what, why = f"the plan stays {before.plan!r}", f"the run did not start under {chosen.plan!r}"
-    if (another := outlook.better(now, History(cache_folder() / HISTORY))) is not None:
+    if (another := outlook.better(now, history_of(outlook.machine.name))) is not None:
         following = _with_change(following, another)
         what, reason = describe(outlook, another)
         why = f"{why}; {reason}"
@@ -109,7 +109,7 @@ class PlanWatch:
         self._most, self._deadline = max_steps or math.inf, deadline
         path = folder / NAME
         self._reader = Reader(folder, path.stat().st_size if path.exists() else 0, damaged=False)
-        self._history = History(cache_folder() / HISTORY)
+        self._history = history_of(outlook.machine.name)
         self._due = 0.0
         self._team: tuple[int, ...] = ()
         self._hosts: tuple[int, ...] = ()  # the workers on each host: of the team, and others that could be

@@ -18,7 +18,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.options import LaunchOptions
 from paceline.launch.remote_commands import stop
 
-RESERVE = 120.0  # seconds of a Slurm job that are left for the last step and the checkpoint
+RESERVE, SHARE = 120.0, 0.2  # seconds of a Slurm job for the last step and the checkpoint; of a short job this share
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -37,8 +37,7 @@ def limited(folder: Path, options: LaunchOptions) -> Iterator[None]:
     if options.deadline == math.inf:
         yield
         return
-    _, why = limit_of(options.max_time)
-    timer = threading.Timer(max(0.0, options.deadline - time.monotonic()), _stop, (folder, why, options.quiet))
+    timer = threading.Timer(max(0.0, options.deadline - time.monotonic()), _stop, (folder, options))
     timer.daemon = True
     timer.start()
     try:
@@ -49,29 +48,31 @@ def limited(folder: Path, options: LaunchOptions) -> Iterator[None]:
 
 def with_deadline(options: LaunchOptions) -> LaunchOptions:
     """Returns the options of a run that begins now, with the time at which it must stop: when `--max-time` is over, or
-    some time before the end of its Slurm job.
+    `RESERVE` seconds before the end of its Slurm job (of less than ten minutes, a `SHARE` of them).
 
     A script of --raw, which saves its own state, is stopped by --max-time alone.
     """
-    limit, _ = limit_of(options.max_time)
+    limit = limit_of(options.max_time)
     if limit is None or (options.raw and options.max_time is None):
         return options
     return replace(options, deadline=time.monotonic() + limit)
 
 
-def limit_of(text: str | None) -> tuple[float | None, str]:
-    """Returns after how many seconds the run must stop, and why; None if it has no limit."""
+def limit_of(text: str | None) -> float | None:
+    """Returns after how many seconds the run must stop; None if it has no limit."""
     if text is not None:
-        return parse_time(text), f"--max-time {text} is over"
-    ends = job_ends_at()
-    if ends is None:
-        return None, ""
-    left = max(0.0, ends - RESERVE - time.time())
-    return left, f"the Slurm job ends in {duration(RESERVE)}"
+        return parse_time(text)
+    if (ends := job_ends_at()) is None:
+        return None
+    left = max(0.0, ends - time.time())
+    return left - min(RESERVE, SHARE * left)
 
 
-def _stop(folder: Path, why: str, quiet: bool) -> None:
-    if not quiet:
+def _stop(folder: Path, options: LaunchOptions) -> None:
+    if not options.quiet:
+        left = max(0, round((job_ends_at() or 0.0) - time.time()))
+        ends = f"the Slurm job ends in {duration(left)}"
+        why = ends if options.max_time is None else f"--max-time {options.max_time} is over"
         say(f"{why}: the run stops with a checkpoint")
     with suppress(PacelineError, OSError):  # it has just ended
         stop(str(folder), None, wait=False)

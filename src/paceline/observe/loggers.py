@@ -18,11 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from paceline.base.device_peaks import peak_of
 from paceline.base.journal import Event, Reader, replace_file
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
 from paceline.base.schema import read_json
 from paceline.errors import FormatError, PacelineError, UsageError, first_line
-from paceline.observe.metrics import values_of
+from paceline.observe.metrics import flops_of, values_of
 from paceline.observe.trackers.tracker import LoggedRun
 
 EVERY = 0.25  # seconds between two reads of the journal
@@ -48,12 +49,15 @@ class LoggerPosition(TypedDict):
     - `at`: a byte of the journal at or before the first event of the last step; `step`: that step.
     - `id`: the identifier of the logger's run.
     - `last`: the last step of each value.
+    - `known`: of this attempt the `plan`, the `workers`, the `config` that was handed over, and the `flops` by trainer:
+      the operations of the model per row, and the peak of all devices per second, or 0.
     """
 
     at: int
     step: int
     id: NotRequired[str | None]
     last: NotRequired[dict[str, int]]
+    known: NotRequired[dict[str, Any]]
 
 
 class Loggers:
@@ -76,15 +80,21 @@ class Loggers:
         copied to them. Raises UsageError if there is none of the name, its package is not installed, or an object has
         no `write` method.
         """
+        made, name = [logger], type(logger).__name__
         if isinstance(logger, str):
-            for name in parse_loggers(logger, "log_to()"):
-                check_installed(name.kind)
-                self._add(_made(name), name, upload)
-            return
-        if not callable(getattr(logger, "write", None)):
+            names, name = parse_loggers(logger, "log_to()"), logger
+            for one in names:
+                check_installed(one.kind)
+            made = [_made(one) for one in names]
+            for one, parsed in zip(made, names, strict=True):
+                self._add(one, parsed, upload)
+        elif callable(getattr(logger, "write", None)):
+            self._add(logger, LoggerName(name), upload)
+        else:
             what = f"log_to() needs an object with a method write(step, values), got {logger!r:.60}"
             raise UsageError(what, 'pass the name of a logger, as "wandb" or "csv", or add this method')
-        self._add(logger, LoggerName(type(logger).__name__), upload)
+        if upload and not any(getattr(one, "uploads", hasattr(one, "upload")) for one in made):
+            self._say(f"upload=True has no effect on {name}: only wandb, mlflow, trackio and comet store checkpoints")
 
     def _add(self, logger: Any, name: LoggerName, upload: bool = False) -> None:
         is_tensorboard = type(logger).__name__ == "TensorBoard"
@@ -193,6 +203,7 @@ class LoggerFeed:
         self._last: dict[str, int] = {}  # the last step of each value
         self._repeated: dict[str, int] = {}  # the same when the run was resumed: what was logged before
         self._config: dict[str, Any] = {}  # values that the logger has not received yet
+        self._known: dict[str, Any] = {}  # see LoggerPosition
         self._thread: threading.Thread | None = None
         self._wake, self._ends = threading.Event(), threading.Event()
         self._reported: set[str] = set()
@@ -278,8 +289,11 @@ class LoggerFeed:
         else:
             what = f"the logger {self.name} failed at step {self._step}"
             message = f"{what} ({text}); training goes on without this record"
-        kind = message.partition("(")[0].rstrip("0123456789 ")
-        if kind not in self._reported:
+        self._tell(message, message.partition("(")[0].rstrip("0123456789 "))
+
+    def _tell(self, message: str, kind: str) -> None:
+        """Tells the user the first message of this kind."""
+        if message and kind not in self._reported:
             self._reported.add(kind)
             self.messages.append(message)
 
@@ -287,12 +301,14 @@ class LoggerFeed:
         if self._reader is None:
             self._at, self._step = self.position["at"], self.position["step"]
             self._last, self._repeated = dict(self.position.get("last") or {}), {}
-            self._config = {}
+            self._known = self.position.get("known") or {}
+            self._config = dict(self._known.get("config") or {}) if getattr(self.logger, "takes_facts", False) else {}
             if hasattr(self.logger, "begin"):
                 script = next((event for event in _events(self.folder) if event["event"] == "start"), {})
                 stem = Path(str(script.get("module") or script.get("script") or "paceline")).stem
                 about = LoggedRun(self.folder, self.folder.absolute().name, stem, self.position.get("id"))
                 self.position = {**self.position, "id": self.logger.begin(about)}
+                self._tell(getattr(self.logger, "notice", ""), "notice")
             self._reader = Reader(self.folder, self._at, damaged=False)
             self._call("rewind", self._step)
         for start, event in self._reader.news():
@@ -305,7 +321,7 @@ class LoggerFeed:
         if getattr(self.logger, "appends", False):  # nothing is handed over twice but what arrives before a crash
             at = self._at if self._config or self._reader is None else self._reader.at
             self.position = {**self.position, "last": dict(self._last)}
-        self.position = {**self.position, "at": at, "step": self._step}
+        self.position = {**self.position, "at": at, "step": self._step, "known": self._known}
 
     def _event(self, start: int, event: Event) -> None:
         kind, logger = event["event"], self.logger
@@ -313,8 +329,9 @@ class LoggerFeed:
             resumed = event.get("resumed_from") or 0
             self._at, self._step = start, resumed + (resumed > 0)
             self._repeated = dict(self._last) if getattr(logger, "appends", False) else {}
+            self._known = {name: event.get(name) for name in ("plan", "workers")}
             if getattr(logger, "takes_facts", False):
-                self._config |= _facts(event)
+                self._config = dict(_facts(event))
             self._call("rewind", self._step)
         if hasattr(logger, "at"):
             logger.at = event["at"]
@@ -328,7 +345,7 @@ class LoggerFeed:
             self._send_config()
             logger.artifact(event.get("step") or 0, trainer + mark["name"], self._checkpoint(event), mark["value"])
         is_media = kind == "media" and callable(getattr(logger, "media", None))
-        values, step = values_of(event), event.get("step", self._step)
+        values, step = self._values(event), event.get("step", self._step)
         if not (values or is_media) or step is None:
             return
         if step > self._step:
@@ -345,6 +362,16 @@ class LoggerFeed:
         elif new:
             logger.write(step, {tag: values[tag.removeprefix(prefix)] for tag in new})
 
+    def _values(self, event: Event) -> dict[str, float | str]:
+        """The values of an event, with the speed of the model once its operations per row are known."""
+        kind, trainer, known = event["event"], str(event.get("trainer") or 0), self._known.get("flops") or {}
+        if kind == "flops":
+            peak = peak_of(str(event.get("device")), str(self._known.get("plan"))) or 0.0
+            flops = [event.get("per_row") or 0.0, peak * (self._known.get("workers") or 1)]
+            self._known = {**self._known, "flops": {**known, trainer: flops}}
+        speed = flops_of(event, *known[trainer]) if kind == "step" and trainer in known else {}
+        return {**values_of(event), **speed}
+
     def _checkpoint(self, event: Event) -> str:
         """The folder or the address of a checkpoint."""
         path = str(event.get("path") or "")
@@ -354,6 +381,7 @@ class LoggerFeed:
         """Hands over the config once, before the first values, because TensorBoard takes only one."""
         config, self._config = self._config, {}
         if config:
+            self._known = {**self._known, "config": {**self._known.get("config", {}), **config}}
             self._call("config", config)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -105,10 +105,12 @@ METRICS = (
     ),
     Metric(
         *("paceline_model_flops_per_second", "1/s", "floating-point operations of the model per second, all workers"),
+        tag="throughput/flops_per_s",
         of=lambda s: {"": s.flops_per_second} if s.flops_per_second else {},
     ),
     Metric(
         *("paceline_device_utilisation", "1", "model operations as a fraction of the peak of all devices"),
+        tag="throughput/mfu",
         of=lambda s: {"": s.utilisation} if s.utilisation is not None else {},
     ),
     Metric(
@@ -244,6 +246,14 @@ def values_of(event: Event) -> dict[str, float | str]:
         if value is None or (isinstance(value, int | float | str) and not (name == "n" and "results" in event)):
             values[f"own/{name}" if name in RESERVED else name] = value
     return {tag: math.nan if value is None else value for tag, value in values.items()}
+
+
+def flops_of(record: Event, per_row: float, peak: float) -> dict[str, float]:
+    """What loggers get of a record of steps if the operations of the model `per_row` are known: operations per second
+    and, if all devices have a known `peak` together, the fraction of it.
+    """
+    rate = per_row * (_a_second("samples")(record).get("") or 0.0)
+    return {"throughput/flops_per_s": rate, **({"throughput/mfu": rate / peak} if peak else {})} if rate else {}
 
 
 def table() -> str:

@@ -176,12 +176,13 @@ class Progress(AbstractContextManager["Progress"]):
         events = [event for track in active.values() for event in track.events]
         main_track, event = next((track, track.events[-1]) for track in active.values())
         self._fraction = step / target_step if target_step else None
-        epoch = metrics = ""
-        if self._live or self._notebook is not None:
-            newest = max(active.values(), key=lambda track: track.updated_at)
-            begun = int(newest.events[-1].get("epoch") or 0) + 1
-            of_epochs = f"/{newest.epochs}" if (newest.epochs or 0) >= begun else ""
-            epoch = f"epoch {begun}{of_epochs}" if begun > 1 or of_epochs else ""
+        metrics, has_bar = "", self._live or self._notebook is not None
+        newest = max(active.values(), key=lambda track: track.updated_at)
+        begun, epochs = int(newest.events[-1].get("epoch") or 0) + 1, newest.epochs or 0
+        of_epochs = f"/{epochs}" if epochs >= begun else ""
+        has_epoch = (begun > 1 or of_epochs) if has_bar else (of_epochs and epochs > 1)
+        epoch = f"epoch {begun}{of_epochs}" if has_epoch else ""
+        if has_bar:
             values = {**(event.get("metrics") or {}), **main_track.evaluated}
             shown = {n: value for n, value in values.items() if n != "n" and isinstance(value, int | float)}
             metrics = " ".join(f"{name} {number(value)}" for name, value in shown.items())

@@ -11,7 +11,6 @@ import msgspec
 from paceline.base.batching import Grid
 from paceline.base.console import in_one_line
 from paceline.base.text import duration, first_few, plural, size_of
-from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
 from paceline.planner.compute_time import calibrated
@@ -43,8 +42,9 @@ class Prospect:
     seconds: float  # of a step, with corrections
     uncorrected: float = 0.0  # seconds as they follow from descriptions alone
     parts: Mapping[str, float] = field(default_factory=dict)  # of the seconds
-    memory: float = 0.0  # bytes of the process, without those of a checkpoint
-    checkpoint: float = 0.0  # bytes of the copy from which it writes a checkpoint
+    memory: float = 0.0  # bytes of the process
+    comparison: float = 0.0  # those of them for a comparison that is left out where memory is too small
+    further: float = 0.0  # bytes that a run needs besides: a copy to write checkpoints from, and parameter servers
     room: float = 0.0  # bytes that it may take
     sent: Mapping[str, int] = field(default_factory=dict)  # bytes that worker 0 sends in a step, by kind
     trial: TrialResult | None = None
@@ -53,18 +53,16 @@ class Prospect:
 
     @property
     def predicted_need(self) -> float:
-        """Bytes of the process in a run that writes checkpoints, as predicted."""
-        return self.memory + self.checkpoint
+        """Bytes that a run needs for each worker, as predicted."""
+        return self.memory + self.further
 
     @property
     def needs(self) -> float:
-        """The same as measured if the plan was tried, but for the comparison of a divided model, which is left out
-        where memory is too small.
-        """
+        """The same as measured if the plan was tried, but for the comparison of a divided model."""
         if self.trial is None or not self.trial.peaks:
             return self.predicted_need
-        measured = max(self.trial.peaks) + self.checkpoint
-        return measured if self.plan.mesh(self.workers).unit == 1 else min(measured, self.predicted_need)
+        measured = max(self.trial.peaks) + self.further
+        return min(measured, max(self.predicted_need, measured - self.comparison))
 
     @property
     def fits(self) -> bool:
@@ -87,10 +85,15 @@ class Prospect:
         return self.trial.step_seconds if self.trial is not None and self.is_measured else self.seconds
 
     @property
+    def too_much(self) -> str:
+        """The bytes that the process needs beyond what it may take."""
+        return size_of(self.needs - self.room * (1 - MARGIN))
+
+    @property
     def limits(self) -> str:
         """What a step's time is spent on, the largest parts first; or why the plan does not fit."""
         if not self.fits:
-            return f"does not fit: {size_of(self.needs - self.room * (1 - MARGIN))} too much"
+            return f"does not fit: {self.too_much} too much"
         total = sum(self.parts.values()) or 1.0
         shares = sorted(((seconds / total, name) for name, seconds in self.parts.items()), reverse=True)
         return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share >= 0.02)
@@ -125,7 +128,7 @@ class Prospect:
             "seconds": self.seconds,
             "parts": dict(self.parts),
             "memory": self.memory,
-            "checkpoint": self.checkpoint,
+            "further": self.further,
             "fits": self.fits,
             "tried": None if self.trial is None else self.trial.step_seconds,
             "turn": self.turn or None,
@@ -158,7 +161,8 @@ class Predictor:
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / self._time(plan, base.workers).total
-            self._floor = max(base.peaks) - self._most(plan, base.workers, base.together)
+            most, compared = self._most(plan, base.workers, base.together)
+            self._floor = max(base.peaks) - most - self._spare(most, compared)
 
     def corrected(self, base: TrialResult) -> Predictor:
         """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged, and
@@ -174,10 +178,12 @@ class Predictor:
         uncorrected = self._correction * taken.total
         correction = 1.0 if self._history is None else self._history.correction(plan, self.model, workers)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
-        memory = self._floor + self._most(plan, workers) + self._servers(plan, workers)
+        most, compared = self._most(plan, workers)
+        memory = self._floor + most + self._spare(most, compared)
         sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
-        saved = checkpoint_copy(plan, self.model, self.machine, workers)
-        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, saved, self._room, sent=sent)
+        further = checkpoint_copy(plan, self.model, self.machine, workers) + self._servers(plan, workers)
+        seconds = sum(parts.values()), uncorrected, parts
+        return Prospect(plan, workers, *seconds, memory, compared, further, self._room, sent=sent)
 
     def _time(self, plan: Plan, workers: int) -> StepTime:
         slow = self._slow if len(self._slow) == workers else ()
@@ -186,9 +192,10 @@ class Predictor:
     def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
         return self._probed.plans.get(str(plan), ())
 
-    def _most(self, plan: Plan, workers: int, together: int = 0) -> float:
-        """Returns the bytes of all tensors, when there are most of them, of the worker that needs most; `together` are
-        the rows that it computed together at most, if that is known.
+    def _most(self, plan: Plan, workers: int, together: int = 0) -> tuple[float, float]:
+        """Returns the bytes of all tensors, when there are most of them, of the worker that needs most, and those that
+        are added by the comparison of a divided model with the complete one, before the first update. That is left out
+        if memory is too small. `together` are the rows that the worker computed together at most, if that is known.
         """
         memory = worker_memory(plan, self.model, self.machine, workers, held=self._bytes(plan), together=together)
         kept = memory.parameters + memory.gradients + memory.optimizer
@@ -196,10 +203,13 @@ class Predictor:
         flats = 2 * min(FLAT, max(memory.parameters, memory.optimizer)) if workers > 1 else 0.0
         sums = any(worker.sent.get("gradients") for worker in self._bytes(plan))
         coded = coding_memory(plan, self.model, memory.gradients) if sums else 0.0
-        most = max(memory.total + coded, kept + flats)
-        # Before the first update, a divided model is compared with the complete one, unless memory is too small.
-        compared = self._comparison(plan, workers) - memory.optimizer
-        return most + max(0.0, min(memory.total + compared, self._room * (1 - MARGIN) - self._floor) - most)
+        most = max(memory.total, kept + flats) + coded  # which a codec keeps between steps
+        compared = memory.total + coded + self._comparison(plan, workers) - memory.optimizer
+        return most, max(0.0, compared - most)
+
+    def _spare(self, most: float, compared: float) -> float:
+        """Returns how many of the bytes of a comparison are taken, besides `most` of other tensors."""
+        return max(0.0, min(compared, self._room * (1 - MARGIN) - self._floor - most))
 
     def _servers(self, plan: Plan, workers: int) -> float:
         """Returns the bytes of parameter servers, which share the memory of their workers' hosts: for each worker."""
@@ -244,7 +254,13 @@ class Answer:
         counts = [f"{plural(fitting, 'plan')} {'fits' if fitting == 1 else 'fit'}"]
         counts += [f"{others} {'does' if others == 1 else 'do'} not"] if others else []
         counts += [f"{len(self.refused)} cannot be used for this model"] if self.refused else []
-        lines = [self.table(shown), "", f"{', '.join(counts)}. Trials took {duration(self.took)}."]
+        how = "Measuring the model" if self.base is None else "Trials"
+        lines = [self.table(shown), "", f"{', '.join(counts)}. {how} took {duration(self.took)}."]
+        if others:
+            nearest = self.prospects[fitting]
+            lines.append(
+                f"Of those that do not fit, {words_of(nearest.plan)!r} needs least: {nearest.too_much} too much."
+            )
         if not self.machine.measured:
             lines.append(
                 f"{self.machine.name} is described by its data sheet, not measured: expect errors of 10 to 40 %."
@@ -258,19 +274,16 @@ class Answer:
         lines += [f"  {in_one_line(reason)}: {_listed(plans)}" for reason, plans in reasons.items()]
         return "\n".join(lines)
 
-    def explain(self, text: str) -> str:
-        """Explains the place of one plan among the others: its figures and the parts of its step. Raises PlanError if
-        the text is not a plan for these workers, and UsageError if it is not one of the plans.
+    def explain(self, text: str, workers: int) -> str:
+        """Explains the place of one plan for so many workers among the others: its figures and the parts of its step.
+        Raises PlanError if the text is not a plan for these workers.
         """
-        workers = max(one.workers for one in self.prospects)
         plan = Plan.parse(text).validate(workers)
         if reason := self.refused.get(str(plan)):
             return f"{text} cannot be used for this model: {in_one_line(reason)}"
         position = next((n for n, one in enumerate(self.prospects, start=1) if one.plan == plan), None)
         if position is None:
-            raise UsageError(
-                f"{text!r} is not among the plans to choose from", "see --keep and --allow, or leave words out"
-            )
+            return f"{text!r} is not among the plans to choose from: see --keep and --allow, or leave words out"
         one, count = self.prospects[position - 1], len(self.prospects)
         lines = [f"{words_of(plan)}: number {position} of {count}, predicted {milliseconds(one.seconds)} for a step"]
         if one.trial is not None:

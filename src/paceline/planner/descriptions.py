@@ -153,6 +153,7 @@ class MachineDescription(Description, frozen=True):
     # gathers of parameters, and of messages inside layers (tensor=, context=, expert=).
     exposed: Amount = 0.2
     layer_exposed: Amount = 1.0
+    coding: dict[str, Amount] = {}  # seconds in which a worker encodes and decodes an element of gradients, by codec
     fixed: Amount = 0.0  # seconds of a step that belong to nothing else
     workers_per_host: Count = 1
     is_cpu: bool = False  # models are in the memory of the process, which also holds what checkpoints are written from
@@ -163,12 +164,16 @@ class MachineDescription(Description, frozen=True):
     measured: bool = False  # by a probe under Paceline; otherwise figures are from data sheets
     source: tuple[str, ...] = ()
 
-    def between_hosts(self, bandwidth: float, latency: float) -> MachineDescription:
-        """Returns hosts like this one, which a probe has measured, with links of this bandwidth between them."""
+    def between_hosts(self, bandwidth: float, latency: float, receive: float | None = None) -> MachineDescription:
+        """Returns hosts like this one, which a probe has measured, with such links between them. By default `receive`
+        stays as it is known.
+        """
+        if receive is None:
+            receive = next((link.receive for link in self.links if link.name == BETWEEN), 0.0)
         workers = self.workers_per_host
         links = (link for link in self.links if link.name != BETWEEN)
         inside = tuple(msgspec.structs.replace(link, workers=workers) for link in links)
-        between = LinkDescription(BETWEEN, 0, bandwidth, latency, shared_by=workers)
+        between = LinkDescription(BETWEEN, 0, bandwidth, latency, shared_by=workers, receive=receive)
         # Workers wait for the network meanwhile, and compute.
         exposed = min(self.exposed, 0.5)
         return msgspec.structs.replace(self, links=(*inside, between), exposed=exposed)
@@ -252,7 +257,9 @@ class TrialResult(Description, frozen=True):
     row_seconds: dict[str, Amount] = {}  # of a row's forward and backward on worker 0, by the rows computed together
     each_row: tuple[Amount, ...] = ()  # seconds in which each worker computed a row, without waiting for others
     together: Count = 0  # rows that a worker computed together at most
-    link: tuple[Amount, Amount] | None = None  # bytes a second, and seconds one way, of the slowest between hosts
+    # Of the slowest link between hosts: bytes a second, seconds one way, and seconds in which a stage is busy with a
+    # message.
+    link: tuple[Amount, Amount, Amount] | None = None
     refused: str = ""  # why the plan cannot be used
 
     @property

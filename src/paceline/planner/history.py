@@ -7,11 +7,14 @@ model; and so are plans that have something in common with it, also for other mo
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from paceline.base.environment import cache_folder, processor
 from paceline.base.schema import read_file
 from paceline.errors import PlanError
 from paceline.plan import Plan
@@ -38,13 +41,20 @@ class Prediction(msgspec.Struct, frozen=True):
     peak: Amount = 0.0  # the same as measured
     sends: Amount = 0.0  # bytes that worker 0 sends in a step, as predicted
     sent: Amount = 0.0  # the same as measured
+    machine: str = ""  # the kind of machine and its software, as `history_of` names them
+
+
+def history_of(device: str) -> History:
+    """The history of this user's predictions for this kind of machine, with devices of this name, and this torch."""
+    kind = device if device != "cpu" else processor()
+    return History(cache_folder() / HISTORY, f"{kind}, torch {version('torch')}")
 
 
 class History:
-    """The predictions in a file. Lines that are damaged are left out."""
+    """The predictions in a file, for one kind of `machine`. Lines that are damaged are left out."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, machine: str = "") -> None:
+        self._path, self._machine = path, machine
         self._entries: list[Prediction] = []
         self._corrections: Corrections | None = None
         try:
@@ -52,10 +62,10 @@ class History:
         except OSError:
             return
         for line in lines:
-            try:
-                self._entries.append(msgspec.json.decode(line, type=Prediction))
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                entry = msgspec.json.decode(line, type=Prediction)
+                if entry.machine == machine:
+                    self._entries.append(entry)
 
     def correction(self, plan: Plan, model: ModelDescription, workers: int) -> float:
         """Returns by how much this plan of this model took longer than predicted: the median ratio. If it was never
@@ -73,6 +83,7 @@ class History:
 
     def add(self, entry: Prediction) -> None:
         """Adds a prediction. Nothing is written if the file cannot be."""
+        entry = msgspec.structs.replace(entry, machine=self._machine)
         self._entries.append(entry)
         self._corrections = None
         try:

@@ -196,8 +196,8 @@ class Outlook(Description, frozen=True):
             return None
         uncorrected = self._forecast(now).seconds(present) * self.ratio
         about = self.model.name, self.model.parameters, time.time()
-        seconds = uncorrected, self.predicted, now.seconds
-        return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, *sent)
+        seconds, (sends, did_send) = (uncorrected, self.predicted, now.seconds), sent
+        return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, sends, did_send)
 
     @staticmethod
     def of(answer: Answer, fixed_words: Plan, spans: bool = False) -> Outlook | None:

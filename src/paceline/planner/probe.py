@@ -6,6 +6,7 @@ needs memory for the complete model.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,9 +16,11 @@ import msgspec
 import torch
 from torch import nn
 
+from paceline.comm.codec_tuning import coding_seconds
 from paceline.comm.communicator import Group, refusing_collectives
 from paceline.compute.blocks import blocks_of
 from paceline.compute.microbatches import Chunk, MicroBatch, join, name_of, tensors_of
+from paceline.compute.model_flops import ModuleFlops
 from paceline.compute.state_dict import PROBE_ERRORS, optimizer_like, optimizer_state_ratio
 from paceline.parallel.pipeline.partition import StagePartition
 from paceline.planner.block_probe import BlockFigures, BlockProbe, time_on
@@ -30,7 +33,9 @@ from paceline.train.step_context import StepContext
 REPEATS = 3  # of each measurement; the fastest counts, as others disturb
 PATIENCE = 8.0  # seconds after which no larger micro-batches are measured
 SIZES = 1 << 14, 1 << 22  # elements of the sums from which latency and bandwidth follow
+HOP = 4 * SIZES[0]  # bytes of a message between stages
 WIDTH, ROWS = 1024, 256  # of the measured product; rows of the one that is measured between messages
+CODED = 1 << 20  # elements that are encoded
 MEETINGS, FEW_ROWS = 16, 32  # sums that are measured between products, and rows of these
 COPIED = 1 << 20, 1 << 24  # elements of the measured copy, by the memory that is free
 _HEADS = "num_attention_heads", "num_heads", "n_head", "nhead", "heads"
@@ -60,8 +65,7 @@ class ModelProbe:
         elements = [0] * len(self._names)
         for param in job.model.parameters():
             elements[homes[id(param)][0]] += param.numel()
-        flops = _forward_flops(self._context, self.sample) / max(1, sum(elements))
-        blocks = []
+        work, blocks = _work(self._context, self.sample, self._names, elements), []
         for number, (name, figures) in enumerate(zip(self._names, self._counted, strict=True)):
             passes = figures.passes / rows
             block = BlockDescription(
@@ -69,7 +73,9 @@ class ModelProbe:
                 elements[number],
                 saved=figures.saved / rows,
                 passes=passes,
-                matmul=flops * elements[number],
+                matmul=work[number].products / rows,
+                attention=work[number].attention / rows,
+                operations=work[number].calls,
                 tensor_sums=2 if heads else 1,  # of attention and of the layers behind it
                 exchanged=4 * passes if heads else 0.0,  # queries, keys, values and results
                 expert_parameters=figures.expert_parameters,
@@ -78,14 +84,16 @@ class ModelProbe:
             )
             blocks.append(block)
         sizes = [param.element_size() for param in job.model.parameters()]
+        element_size, tokens = sum(sizes) / max(1, len(sizes)), _tokens(self.sample)
         return ModelDescription(
             type(job.model).__name__,
             tuple(blocks),
             self._rows,
-            tokens=_tokens(self.sample),
+            tokens=tokens,
+            width=round(max(block.passes for block in blocks) / tokens / element_size),
             heads=heads,
             key_value_heads=_attribute(job.model, _KEY_VALUE_HEADS),
-            element_size=sum(sizes) / max(1, len(sizes)),
+            element_size=element_size,
             state=optimizer_state_ratio(job.optimizers),
             update=self._update,
         )
@@ -161,13 +169,23 @@ def _like(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape, dtype=param.dtype, device=param.device))
 
 
-def _forward_flops(context: StepContext, sample: MicroBatch) -> float:
-    """Returns the operations of a row's forward, a third of those of forward and backward; 0 if they are not known."""
+def _work(
+    context: StepContext, sample: MicroBatch, names: Sequence[str], elements: Sequence[int]
+) -> Sequence[ModuleFlops]:
+    """Returns the operations of each block's forward, the last one with those of the code after it. Where they are not
+    known by module, a third of those of forward and backward is divided by the elements of parameters.
+    """
     skeleton = context.job.skeleton
     if skeleton is None:
-        return 0.0
+        return [ModuleFlops()] * len(names)
     with context.streams.preserved(), refusing_collectives():
-        return skeleton.count(context.job.script_forward, sample.batch, sample.rows).per_row / 3
+        flops = skeleton.count(context.job.script_forward, sample.batch, sample.rows)
+    if not all(name in flops.modules for name in names):
+        each = flops.per_row * sample.rows / 3 / max(1, sum(elements))
+        return [ModuleFlops(each * size) for size in elements]
+    others = [flops.modules[name] for name in names[:-1]]
+    products, attention, calls = (total - sum(parts) for total, *parts in zip(flops.modules[""], *others, strict=True))
+    return [*others, ModuleFlops(products, attention, int(calls))]
 
 
 def _chunk(micro_batches: Sequence[MicroBatch]) -> Chunk:
@@ -212,8 +230,8 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         small, large = (_fastest(lambda size=size: group.sum(long[:size]), device, group) for size in sizes)  # type: ignore[misc]
         hops = 2 * (group.size - 1)  # of a ring
         bandwidth = hops / group.size * 4 * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
-        latency = small / hops
-        receive = max(0.0, _hop(matrix, device, group) - latency)
+        latency = small / (2 * math.ceil(math.log2(group.size)))  # as `Links.sum` counts them
+        receive = max(0.0, hop_seconds(device, group, range(group.size)) - latency)
         meet = max(0.0, _meeting(matrix, device, group) - small)
         links = (LinkDescription("between workers", 0, bandwidth, latency, receive=receive, meet=meet),)
     return MachineDescription(
@@ -225,28 +243,42 @@ def describe_machine(device: torch.device, group: Group, memory: float) -> Machi
         exposed=1.0 if device.type == "cpu" else 0.2,  # on a CPU, sums take time from the cores that compute
         copies=2.0,
         workers_per_host=group.size,
+        coding=_coding(copied, group),
         is_cpu=device.type == "cpu",
         measured=True,
     )
 
 
-def _hop(matrix: torch.Tensor, device: torch.device, group: Group) -> float:
-    """Returns the seconds, besides those of computing, in which a message goes from one worker to the next, if each
-    computes a product with a `matrix` before it hands the message on, like the stages of a pipeline. Collective.
+def _coding(most: int, group: Group) -> dict[str, float]:
+    """Returns the seconds per element in which the codecs that round encode and decode, measured with `most` elements
+    at most. Collective.
     """
-    message, hops = torch.ones(SIZES[0], dtype=torch.float32, device=device), 2 * group.size
+    seconds = dict[str, float]()
+    for word in ("bf16", "fp16", "int8"):
+        group.gather_json(0)  # all begin together
+        seconds[word] = max(group.gather_json(coding_seconds(word, min(most, CODED))))
+    return seconds
+
+
+def hop_seconds(device: torch.device, group: Group, ranks: Sequence[int]) -> float:
+    """Returns the seconds, besides those of computing, in which a message of HOP bytes goes from one of these ranks to
+    the next, if each computes a product before it hands the message on, like the stages of a pipeline. Collective.
+    """
+    matrix = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device)
+    message, hops = torch.ones(SIZES[0], dtype=torch.float32, device=device), 2 * len(ranks)
     rows, seconds = matrix[:ROWS], list[float]()
     for _ in range(REPEATS):
         group.gather_json(0)
         began, computed, sent = time_on(device), 0.0, None
         for hop in range(hops):
-            if group.rank == (hop + 1) % group.size:
-                group.receive(message, hop % group.size)
-            if group.rank == hop % group.size:
+            sender, receiver = ranks[hop % len(ranks)], ranks[(hop + 1) % len(ranks)]
+            if group.rank == receiver:
+                group.receive(message, sender)
+            if group.rank == sender:
                 since = time_on(device)
                 torch.mm(rows, matrix)
                 computed += time_on(device) - since
-                sent = group.start_send(message, (hop + 1) % group.size)
+                sent = group.start_send(message, receiver)
         group.finish(sent)
         taken, products = zip(*group.gather_json([time_on(device) - began, computed]), strict=True)
         seconds.append((max(taken) - sum(products)) / hops)

@@ -40,7 +40,7 @@ class Situation:
     """A scenario, and what it was made of, so that one thing of it can be changed.
 
     `rows` and `tokens` are those of a step (0: unknown). A situation from a run has its usual `steps` and the `hosts`
-    of its workers; one from descriptions has `machine` and perhaps `model`.
+    of its workers; one from descriptions has `machine`. Both may have a `model`, with which steps are predicted.
     """
 
     scenario: Scenario
@@ -49,6 +49,7 @@ class Situation:
     plan: str = ""
     machine: MachineDescription | None = None
     model: ModelDescription | None = None
+    trained_on: MachineDescription | None = None  # of a run
     steps: UsualStep | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # of a step's seconds, by name, if known
     hosts: Mapping[int, str] = field(default_factory=dict)
@@ -111,11 +112,16 @@ def step_seconds(
     return taken.total, taken.parts()
 
 
-def from_run(summary: Summary, machine: MachineDescription | None = None) -> Situation:
+def from_run(
+    summary: Summary,
+    machine: MachineDescription | None = None,
+    known: tuple[ModelDescription, MachineDescription] | None = None,
+) -> Situation:
     """The situation of a run: its workers, steps, failures and checkpoints as its journal has them.
 
-    Failures, repair, spares, price and watts are those of `machine` if it is given, and so is what a loss costs if the
-    run has lost no worker. Raises UsageError if the run has not made a step.
+    Price and watts are those of `machine`, and if it describes failures also failures, repair, spares, and what a loss
+    costs if the run has lost no worker. `known` are the run's model and the machines on which it trained, if they are
+    described. Raises UsageError if the run has not made a step.
     """
     records = next(iter(summary.steps.values()), [])
     account, made = summary.account, total(records, "steps")
@@ -149,8 +155,9 @@ def from_run(summary: Summary, machine: MachineDescription | None = None) -> Sit
         restart=_until_back(summary) or failures.restart,
         start=account.get("starting", 0.0) / max(1, len(summary.attempts)),
     )
-    notes = [] if lost or machine is not None else ["the run has lost no worker: nothing fails"]
-    if machine is not None:
+    fails = machine is not None and failures != FailureDescription()
+    notes = [] if lost or fails else ["the run has lost no worker: nothing fails"]
+    if machine is not None and fails:
         scenario = replace(
             scenario,
             host=machine.workers_per_host,
@@ -162,8 +169,11 @@ def from_run(summary: Summary, machine: MachineDescription | None = None) -> Sit
     return Situation(
         scenario,
         rows=summary.samples / made,
+        tokens=total(records, "tokens") / made,
         plan=plan,
         machine=machine,
+        model=None if known is None else known[0],
+        trained_on=None if known is None else known[1],
         steps=usual_step(summary),
         parts=summary.time,
         hosts={worker: summary.host_of(worker) for worker in current},
@@ -231,15 +241,24 @@ def changed(situation: Situation, change: str) -> Situation:
 
 
 def _with_plan(situation: Situation, plan: str) -> Situation:
-    """The same model on the same machines under another plan. Raises UsageError if its steps cannot be predicted."""
-    scenario, machine, model = situation.scenario, situation.machine, situation.model
+    """The same model on the same machines under another plan; a run's steps take as many times longer or shorter as is
+    predicted. Raises UsageError if its steps cannot be predicted.
+    """
+    scenario, machine, model = situation.scenario, situation.trained_on or situation.machine, situation.model
     replica = replica_of(plan, scenario.workers)
     if machine is None or model is None:
         what = f"the seconds of a step under the plan {shown(plan)} are not known"
         cure = f"describe the model (paceline plan SCRIPT --describe), or give --plan {shown(plan)} --step-seconds S"
+        if situation.hosts:  # of a run
+            cure = "describe model and machines (paceline plan SCRIPT --describe > FILE), and add --on FILE"
         raise UsageError(what, cure)
     step, parts = step_seconds(machine, model, plan, scenario.workers, None)
-    return replace(situation, plan=plan, parts=parts, scenario=replace(scenario, replica=replica, step=step))
+    if situation.trained_on is not None:
+        predicted, _ = step_seconds(machine, model, situation.plan, scenario.workers, None)
+        times = scenario.step / predicted
+        step, parts = times * step, {name: times * seconds for name, seconds in parts.items()}
+    scenario = replace(scenario, replica=replica, step=step)
+    return replace(situation, plan=plan, parts=parts, steps=None, scenario=scenario)
 
 
 def losses_of(faults: str) -> list[GivenLoss]:
@@ -264,7 +283,7 @@ def with_workers(situation: Situation, workers: int) -> Situation:
         what = f"{plural(workers, 'worker')} cannot be divided into replicas of {replica}"
         raise UsageError(what, f"use a multiple of {replica}")
     added, steps = workers - scenario.workers, situation.steps
-    if situation.machine is not None and situation.model is not None:
+    if steps is None and situation.machine is not None and situation.model is not None:
         step, _ = step_seconds(situation.machine, situation.model, situation.plan, workers, None)
     elif steps is None:
         step = scenario.step * scenario.workers / workers

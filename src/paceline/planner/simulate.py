@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, quantiles
@@ -16,12 +17,13 @@ from paceline.base.journal import plain, replace_file
 from paceline.base.schema import read_file
 from paceline.base.text import duration, number, plural
 from paceline.base.time_accounting import COSTS, USEFUL
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.observe.runs import columns
 from paceline.observe.summary import Summary
 from paceline.observe.team_table import a_step
 from paceline.planner.days import DAY, REACTIONS, Day, best_interval, restart_progress, simulate
 from paceline.planner.descriptions import MachineDescription, ModelDescription, described
+from paceline.planner.outlook import Outlook
 from paceline.planner.scenarios import FIELDS, Situation, changed, from_descriptions, from_run, losses_of
 
 COUNTED = ("steps", "rows", "tokens", "kWh")  # of a day
@@ -123,6 +125,11 @@ def command(**given: Any) -> str:
     options = SimulateOptions(**given)
     situation = _situation(options)
     if options.sweep is not None:
+        for name, file in {"--html": options.html, "--trace": options.trace}.items():
+            if file is not None:
+                raise UsageError(f"{name} shows one situation, and --sweep simulates several", f"leave {name} out")
+        for text in options.changes:
+            situation = changed(situation, text)
         return _sweep(options, situation)
     reactions = [options.reaction] if options.reaction else [*REACTIONS]
     main = situation.scenario.reaction
@@ -144,23 +151,19 @@ def _situation(options: SimulateOptions) -> Situation:
     """The situation that the options describe."""
     machine = MachineDescription.read(options.machine) if options.machine is not None else None
     path = Path(options.what) if options.what is not None else None
-    if path is not None and path.suffix == ".py":
-        what = f"{in_one_line(path)} is a script, and paceline simulate runs none"
-        cure = (
-            f"describe its model first, paceline plan {in_one_line(path)} --describe > model.json, and give model.json"
-        )
-        raise UsageError(what, cure)
     if path is not None and path.suffix != ".json":
         if options.plan is not None or options.step_seconds is not None:
             refused = "--plan" if options.plan is not None else "--step-seconds"
             raise UsageError(f"{refused} is known from the run {in_one_line(path)}", f"leave {refused} out")
-        situation = from_run(Summary(path), machine)
+        situation = from_run(Summary(path), machine, _known(path, options.machine))
         if options.workers is not None:
             situation = changed(situation, f"workers={options.workers}")
     elif machine is None:
         raise UsageError("no machines are given", "use --on CLUSTER.json, or give the folder of a run")
     else:
         model = described(ModelDescription, read_file(path), str(path)) if path is not None else None
+        if model is not None and not machine.measured:  # its seconds were measured elsewhere
+            model = model.without_seconds()
         workers = options.workers or machine.workers_per_host
         situation = from_descriptions(machine, model, workers, options.plan or "", options.step_seconds)
     fields: dict[str, Any] = {"reaction": options.reaction} if options.reaction is not None else {}
@@ -172,7 +175,21 @@ def _situation(options: SimulateOptions) -> Situation:
         scenario = situation.scenario
         every = seconds if seconds is not None else steps * scenario.step if steps else best_interval(scenario)
         situation = _with(situation, every=max(every, scenario.step))
+        if options.save_every == "auto" and not scenario.save and not scenario.write:
+            note = "checkpoints are taken to cost nothing, so one after each step is best: give --save-seconds"
+            situation = replace(situation, notes=(*situation.notes, note))
     return situation
+
+
+def _known(run: Path, machines: str | None) -> tuple[ModelDescription, MachineDescription] | None:
+    """The model and the machines of a run: as `auto` has described them, or as in the file that describes both."""
+    outlook = Outlook.read(run)
+    if outlook is not None:
+        return outlook.model, outlook.machine
+    with suppress(OSError, PacelineError):
+        data = read_file(Path(machines or ""))
+        return described(ModelDescription, data, ""), described(MachineDescription, data, "")
+    return None
 
 
 def _with(situation: Situation, **fields: Any) -> Situation:

@@ -191,7 +191,8 @@ class _Prediction:
             if plan.zero:
                 scatter = self._by_shard(parameters * self._workload.gradient_size, copies=1)
                 gather = self._by_shard(size, copies=1)
-            return self._hidden(scatter + self._outer_sum(), backward) + self._merges(size), gather
+            sums = self._hidden(scatter + self._outer_sum(), backward) + self._encoding(parameters)
+            return sums + self._merges(size), gather
         forward = sum(chunk.forwards for chunk in self._chunks)
         gather, scatter = (self._by_block(element) for element in (element_size, self._workload.gradient_size))
         # Zero 2 gathers once a step, zero 3 for each forward and backward; gradients are scattered in each backward.
@@ -199,7 +200,7 @@ class _Prediction:
         again = gather if plan.zero == 3 else 0.0
         exposed = self._count * self._hidden(again + scatter, backward)
         share = again / (again + scatter) if scatter else 0.0
-        outer = self._hidden(self._outer_sum(), backward)
+        outer = self._hidden(self._outer_sum(), backward) + self._encoding(parameters)
         return exposed * (1 - share) + outer + self._merges(size), before + exposed * share
 
     def _by_block(self, element_size: float) -> float:
@@ -227,13 +228,27 @@ class _Prediction:
         mesh, plan, peers = self._mesh, self._plan, self._workload.peers
         shards = mesh.shard if plan.zero else 1
         replicas = self._replicas_of_island()
-        between = replicas.count > replicas.within(self._machine.workers_per_host)
         # Codecs compress what travels between hosts.
-        scale = self._workload.gradient_size / shards * (self._coded(plan.codec) if between else 1.0)
+        scale = self._workload.gradient_size / shards * (self._coded(plan.codec) if self._sums_between_hosts else 1.0)
         experts = sum(count * block.expert_parameters for block, count in self._blocks) / mesh.expert / mesh.tensor
         shared = self._workload.parameters(self._blocks) - experts
         seconds = self._links.sum(scale * shared, Peers((*replicas.axes, *peers("expert", "context").axes)))
         return seconds + self._links.sum(scale * experts, Peers((*replicas.axes, *peers("context").axes)))
+
+    @property
+    def _sums_between_hosts(self) -> bool:
+        """Whether gradients are summed between hosts."""
+        replicas = self._replicas_of_island()
+        return replicas.count > replicas.within(self._machine.workers_per_host)
+
+    def _encoding(self, parameters: float) -> float:
+        """Returns the seconds in which a worker encodes and decodes the gradients of `parameters` elements. Only on a
+        CPU, where that takes time from cores that compute.
+        """
+        if not self._machine.is_cpu or not self._sums_between_hosts:
+            return 0.0
+        shards = self._mesh.shard if self._plan.zero else 1
+        return self._machine.coding.get(self._plan.codec or "", 0.0) * parameters / shards
 
     def _coded(self, codec: str | None) -> float:
         """Returns the part of the bytes that a codec leaves to be sent. What others than rounding save is not known."""

@@ -11,8 +11,10 @@ import time
 from dataclasses import replace
 
 from paceline.base.heartbeat import HEARTBEAT
+from paceline.comm.communicator import Group
 from paceline.compute.merge_policy import TRIES
 from paceline.planner.descriptions import TrialResult, as_json, usual
+from paceline.planner.probe import HOP, hop_seconds
 from paceline.session.process_memory import peak_memory
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
@@ -84,10 +86,17 @@ class Trial:
         compared = 0 if plan.one_by_one or share < 2 else 2 * TRIES * math.ceil(math.log2(share))
         return max(STEADY, WARM_UP + compared)
 
-    def _link(self) -> tuple[float, float] | None:
-        """Returns the bandwidth and the latency of the slowest link between hosts; None if there is one host."""
-        links = self._context.run.team.group.links
-        return (min(link.rate for link in links), max(link.latency for link in links)) if links else None
+    def _link(self, group: Group) -> tuple[float, float, float] | None:
+        """Returns the bandwidth and the latency of the slowest link between hosts, and the seconds in which a stage of
+        a pipeline is busy with a message; None if there is one host. Collective.
+        """
+        if not (links := group.links):
+            return None
+        rate, latency = min(link.rate for link in links), max(link.latency for link in links)
+        hosts = group.hosts
+        other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+        hop = hop_seconds(self._context.job.device, group, (0, other))
+        return rate, latency, max(0.0, hop - latency - HOP / rate)
 
     def _row_seconds(self, step: Step) -> dict[str, float]:
         """Returns the seconds of a row by the rows that were computed together, where several numbers were compared."""
@@ -104,6 +113,7 @@ class Trial:
         sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
         group.declare("the figures of a trial", kind="figures")
         measured = [peak_memory(context.job.device), usual(self._busy), usual(self._of_rows), self._together]
+        link = self._link(group)
         peaks, each_busy, each_row, together = zip(*group.gather_json(measured), strict=True)
         return TrialResult(
             str(replace(context.plan, data=None).validate(group.size)),  # workers may have come since it began
@@ -119,5 +129,5 @@ class Trial:
             self._row_seconds(step),
             each_row,
             max(together),
-            self._link(),
+            link,
         )

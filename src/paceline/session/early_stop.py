@@ -43,7 +43,7 @@ class EarlyStop(ValueFollower):
             self.best, self.since = value, 0
             return
         self.since += 1
-        if self.since == self.patience:
+        if self.since >= self.patience:
             best = "it was never finite" if self.best is None else f"the best is {self.best:.6g}"
             self.is_due = True
             self._say(f"stopping early after step {step}: {self.since} reports of {self.name} brought no gain; {best}")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,13 +199,3 @@ def tolerance_of(job: TrainingJob) -> float:
     """Returns the tolerance for a job's gradients between different processors."""
     exact = job.precision is None and all(param.dtype == torch.float64 for param in job.named.values())
     return _OF_FLOAT64 if exact else _OTHER
-
-
-@cache
-def processor() -> str:
-    """Names the processor of this machine."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

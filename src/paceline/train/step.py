@@ -28,7 +28,8 @@ class StepReport:
         turn: Optimizer steps of this turn of the loop: more than 1 under ``local=`` and in asynchronous windows.
             `loss`, `metrics` and `samples` are then of all of them, the other values of the last one (under ``local=``,
             of island 0).
-        epoch_end: Whether an epoch ends with this step.
+        epoch_end: Whether an epoch ends with this step. Always False for an iterable dataset: its end is found when the
+            next row is read. To evaluate after each epoch, use one loop over ``steps(dataset, epochs=1)`` for each.
     """
 
     step: int

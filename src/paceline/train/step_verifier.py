@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.base.batching import parted, stream_seed
+from paceline.base.environment import processor
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
@@ -23,7 +24,7 @@ from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.microbatches import name_of
 from paceline.errors import HardwareError, WorkersDifferError
 from paceline.train.replica import compute
-from paceline.train.share_record import ROWS, ShareRecord, first_difference, processor, tolerance_of
+from paceline.train.share_record import ROWS, ShareRecord, first_difference, tolerance_of
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
 from paceline.train.step_verbs import heals, must_repeat, take_batch, take_parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def _partitioned(saved: Sequence[Mapping[str, Any]], states: Sequence[Mapping[st
         layout = _by_group(shapes, sizes, written, states[0].get("param_alignment_paddings"))
     contents = Contents(_other_weights(saved))
     state: dict[str, dict[str, Any]] = {}
-    options = [dict(group) for group in inner[0]["param_groups"]]
+    groups = _groups(inner[0]["param_groups"], shapes)
+    options = {name: group for group in groups for name in group["params"]}
     for name, shape, pieces in layout:
         contents.weights[name] = _joined([states[rank][key][flat] for rank, flat, *_ in pieces], pieces, shape)
         of_pieces = [inner[rank]["state"].get(flat, {}) for rank, flat, *_ in pieces]
@@ -121,12 +122,22 @@ def _partitioned(saved: Sequence[Mapping[str, Any]], states: Sequence[Mapping[st
             kind: _joined([kept[kind] for kept in of_pieces], pieces, shape) if _is_vector(value) else value
             for kind, value in of_pieces[0].items()
         }
-        if state[name] and "step" in options[0]:  # of DeepSpeed's fused Adam
-            state[name].setdefault("step", options[0]["step"])
+        if state[name] and "step" in options[name]:  # of DeepSpeed's fused Adam
+            state[name].setdefault("step", options[name]["step"])
     contents.weights |= {tied: contents.weights[name] for tied, name in (saved[0].get("shared_params") or {}).items()}
-    named = {"state": state, "param_groups": [{**options[0], "params": [*group]} for group in shapes]}
-    contents.take_optimizer(named, "optimizer")
+    contents.take_optimizer({"state": state, "param_groups": groups}, "optimizer")
     return _with_rest(contents, saved[0])
+
+
+def _groups(saved: Sequence[Mapping[str, Any]], vectors: Sequence[Iterable[str]]) -> list[dict[str, Any]]:
+    """The parameter groups with their options and, as ``params``, the names of their parameters. `vectors` has the
+    names in each flat vector. A saved group lists the numbers of its vectors: one, or in stage 3 also several.
+    """
+    groups = [{**group, "params": list[str]()} for group in saved]
+    owners = {number: group for group, one in enumerate(saved) for number in one.get("params", ())}
+    for number, names in enumerate(vectors):
+        groups[owners.get(number, 0)]["params"] += names
+    return groups
 
 
 Piece = tuple[
@@ -227,14 +238,17 @@ def _universal(folder: Path, saved: Sequence[Mapping[str, Any]]) -> Contents:
         kept = {file.stem: _parameter(load_torch(file), shapes.get(path.name)) for file in sorted(path.glob("*.pt"))}
         contents.weights[path.name] = kept.pop("fp32")
         state |= {path.name: kept} if kept else {}
-    options = about.get("param_groups") or [{}]
+    vectors = [[name for name in group if name in state] for group in saved[0].get("param_shapes") or ()]
+    groups = _groups(about.get("param_groups") or [{}], vectors)
+    groups[0]["params"] += sorted(state.keys() - {name for names in vectors for name in names})
     common = (about.get("optimizer_state_dict") or {}).get("state", {}).get(0, {})  # of stage 3
-    step = common.get("step", options[0].get("step"))
-    for kept in state.values() if step is not None else ():
-        kept.setdefault("step", step)
+    for group in groups:
+        step = common.get("step", group.get("step"))
+        for name in group["params"] if step is not None else ():
+            state[name].setdefault("step", step)
     contents.weights |= {tied: contents.weights[name] for tied, name in (saved[0].get("shared_params") or {}).items()}
     if state:
-        contents.take_optimizer({"state": state, "param_groups": [{**options[0], "params": [*state]}]}, "optimizer")
+        contents.take_optimizer({"state": state, "param_groups": groups}, "optimizer")
     return _with_rest(contents, saved[0])
 
 

@@ -26,6 +26,7 @@ class OTLP(Tracker):
     not take is sent again later. Spans and values have the times of the journal. All attempts are in one trace.
     """
 
+    uploads = False
     _metric_exporter: Any = None
 
     def begin(self, run: LoggedRun) -> str | None:

@@ -25,7 +25,7 @@ class TensorBoard:
     TensorBoard's readers drop their later steps. Raises UsageError if the package tensorboard is not installed.
     """
 
-    upload = False  # no checkpoint is copied
+    upload = uploads = False  # no checkpoint is copied
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         check_installed("tensorboard")

@@ -28,13 +28,15 @@ class LoggedRun:
 class Tracker:
     """A logger that is fed in a thread of its own, and cannot replace what it has logged.
 
-    `target` is what follows the colon of its name; with `upload` it gets a copy of the best checkpoint; `at` is the
-    Unix time of what it is fed next; `has_succeeded` says whether the run has ended well so far. Its methods may raise
-    any exception: if `OSError` is among its causes, the same is handed over again later.
+    `target` is what follows the colon of its name; with `upload` it gets a copy of the best checkpoint, if it `uploads`
+    any; `at` is the Unix time of what it is fed next; `has_succeeded` says whether the run has ended well so far;
+    `notice` is a line for the user after `begin`. Its methods may raise any exception: if `OSError` is among its
+    causes, the same is handed over again later.
     """
 
-    background = appends = takes_facts = True
+    background = appends = takes_facts = uploads = True
     upload = False
+    notice = ""
     at = 0.0
     has_succeeded = False
 

@@ -13,16 +13,18 @@ class Trackio(Tracker):
     """A run of Trackio. `target` is the project, else it has the name of the script."""
 
     _run: Any = None
+    _config: Mapping[str, Any] = {}
 
     def begin(self, run: LoggedRun) -> str | None:
         """Takes the name of the run folder, or continues the run of this name."""
         self._project, self._name = self.target or run.script, run.id or run.name
-        self._config: dict[str, Any] = {}
         return self._name
 
     def config(self, values: Mapping[str, Any]) -> None:
-        """Keeps the config until the first values: Trackio takes it when its run begins."""
-        self._config |= values
+        """Keeps the config until the next values: Trackio takes it when its run begins, or is resumed with more."""
+        before, self._config = self._config, {**self._config, **values}
+        if self._config != before:
+            self.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs numbers and texts."""

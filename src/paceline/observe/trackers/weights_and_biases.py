@@ -33,7 +33,8 @@ class WandB(Tracker):
         options: dict[str, Any] = {"entity": entity or None, "project": project or None, "id": run.id, "name": name}
         settings = wandb.Settings(console="off")  # Paceline keeps the output of the workers
         self._run = wandb.init(dir=run.folder, resume="allow", reinit="create_new", settings=settings, **options)
-        self._row, self._names, self._axes = 0, set[str](), set[str]()
+        # A resumed online run has rows up to its first step; W&B drops values of lower ones. Offline this is 0.
+        self._row, self._names, self._axes = self._run.starting_step, set[str](), set[str]()
         return str(self._run.id)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
