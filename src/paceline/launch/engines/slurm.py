@@ -32,9 +32,11 @@ OF_NODES = ("-w", "--nodelist", "-F", "--nodefile", "-N", "--nodes", "-n", "--nt
 
 
 def _output_of(*command: str) -> str:
-    """The output of a Slurm command; empty if it fails, for example while Slurm's controller is away."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    """The output of a Slurm command; empty if it fails, for example while Slurm's controller is away, or is missing."""
+    with suppress(FileNotFoundError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
 
 
 class Slurm(Engine):
