@@ -320,3 +320,9 @@ def test_a_script_that_fails_in_its_trial(folder):
     (folder / "train.py").write_text("raise SystemExit(3)")
     done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
     assert "train.py did not reach its first step: exit code 3; see the output above" in done.stderr
+
+
+def test_a_script_that_fails_is_to_be_run_again_without_the_folder_of_the_trial(folder):
+    (folder / "train.py").write_text("import nowhere_to_be_found")
+    done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
+    assert "\nnext: fix the cause; then run `paceline run --workers 2 train.py`\n" in done.stderr

@@ -241,7 +241,7 @@ class RunOutcome:
         if options.again is not None:
             return options.again
         join = None if self.took_over else options.join
-        if options.config is not None and not join:
+        if options.config is not None and not join and not options.temporary:
             steps = ["--steps", str(options.max_steps)] if done < (options.max_steps or 0) else []
             return command_line(["paceline", "run", "--config", str(short(self._folder / CONFIG_FILE)), *steps])
         given = {
@@ -249,7 +249,7 @@ class RunOutcome:
             "--token-file": options.token_file if join else None,
             "--workers": options.workers or None,
             "--spares": options.spares or None,
-            "--run-dir": None if join else short(self._folder),
+            "--run-dir": None if join or options.temporary else short(self._folder),
             "--plan": None if join else options.plan if options.chosen is None else options.chosen.asked,
             "--shares": options.shares,
             "--save-every": options.save_every,
