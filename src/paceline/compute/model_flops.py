@@ -91,7 +91,7 @@ class ModelSkeleton:
 
 
 def _by_module(flops: Mapping[str, Mapping[Any, int]], calls: Mapping[str, int], root: str) -> dict[str, ModuleFlops]:
-    """Returns operations by the module's path, from counts by name, which begins with that of the model's class."""
+    """Returns the operations of each module by its path. In the counts, a name begins with the class of the model."""
     modules = {}
     for name in {*flops, *calls}:
         if name == root or name.startswith(f"{root}."):

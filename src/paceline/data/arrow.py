@@ -81,7 +81,8 @@ class ArrowRows(TableRows):
 
     def _columns_of(self, group: int) -> Columns:
         file = self._groups[group][0]
-        refuse_change(*self._files[file], self._versions[file])  # also of what is in memory, which views the file
+        store, path = self._files[file]
+        refuse_change(path, self._versions[file], store.version(path))  # what is in memory views the file, too
         return super()._columns_of(group)
 
     def _read(self, number: int) -> tuple[int, Columns]:

@@ -79,4 +79,5 @@ class FileRows(Generic[File]):
 
     def refuse_change(self, number: int) -> None:
         """Raises DatasetError if a file, which has this number, is local and has changed since it was opened."""
-        refuse_change(self.files[number].store, self.files[number].path, self._versions[number])
+        file = self.files[number]
+        refuse_change(file.path, self._versions[number], file.store.version(file.path))

@@ -29,8 +29,8 @@ class ImageFolder:
     `classes` are their names, `class_to_idx` is {name: number}, and `targets` are the class numbers of all rows, for
     example for `ClassBalancedOrder`. May be pickled and forked if `transform` may.
 
-    Raises UsageError without pillow, DatasetError if there is no class or a class has no images, also one whose folder
-    is empty, and, when a row is read, for an image that cannot be decoded.
+    Raises UsageError without pillow. Raises DatasetError if there are no classes, if the folder of a class has no
+    images, and, when a row is read, if an image cannot be decoded.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from paceline.data.byte_ranges import Paths, names_of, patterns_of
+from paceline.data.byte_ranges import Paths, names_of, patterns_of, refuse_change
 from paceline.data.row_groups import CACHE, RowGroups
 from paceline.data.table_rows import Columns, TableRows, columns_of, refuse_missing
 from paceline.errors import DatasetError, UsageError, first_line
@@ -33,12 +33,12 @@ class ParquetRows(TableRows):
 
     `url` is a folder or a file, or a URL that pyarrow knows (``s3://``, ``hdfs://``, ``gs://``), which may be a pattern
     (``folder/*.parquet``, ``part-{000..146}.parquet``), or a list of these, whose files come in the order of the list;
-    files whose names begin with ``_`` or ``.`` are no data. `columns`: which to read (default: all). Opening reads the
-    end of each file; a row reads its row group, of which as many stay in memory as `cache` bytes hold. May be pickled
-    and forked.
+    files whose names begin with ``_`` or ``.`` are ignored. `columns`: which to read (default: all). Opening reads the
+    end of each file. Reading a row reads its complete row group; up to `cache` bytes of row groups stay in memory. May
+    be pickled and forked.
 
-    Raises UsageError without pyarrow, DatasetError where there is no such file, column or row, for files that cannot be
-    read, and for a file that has changed before it is read.
+    Raises UsageError without pyarrow. Raises DatasetError if a file, a column or a row does not exist, if a file cannot
+    be read, or if it has changed since it was found.
     """
 
     def __init__(self, url: Paths, columns: Sequence[str] | None = None, cache: int = CACHE) -> None:
@@ -82,9 +82,7 @@ class ParquetRows(TableRows):
     def _opened(self, file: _ParquetFile) -> Any:
         from pyarrow import parquet
 
-        if _version(file.store.get_file_info(file.path)) != file.version:
-            what = f"{file.path} has changed since it was opened"
-            raise DatasetError(what, "start again, and do not write to a file that a training reads")
+        refuse_change(file.path, file.version, _version(file.store.get_file_info(file.path)))
         opened = parquet.ParquetFile(file.path, filesystem=file.store)
         refuse_missing(self._columns, opened.schema_arrow.names, file.path)
         return opened

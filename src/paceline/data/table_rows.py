@@ -83,7 +83,7 @@ class TableRows(GroupedRows):
 
 
 def refuse_missing(columns: Collection[str] | None, names: Collection[str], where: str) -> None:
-    """Raises DatasetError if one of the columns is not among the names of those that there are."""
+    """Raises DatasetError if one of the `columns` is not among the existing `names`."""
     if missing := [name for name in columns or () if name not in names]:
         raise DatasetError(f"{where} has no column {missing[0]}", f"it has {', '.join(sorted(names))}")
 

@@ -151,14 +151,13 @@ class Planning:
 
     def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult, model: ModelDescription) -> None:
         """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
-        history = self._history
-        for key, one in prospects.items() if history is not None else ():
+        assert self._history is not None  # trials are of these machines
+        for key, one in prospects.items():
             if one.trial is not None and key != base.plan and one.workers == base.workers:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
                 about = model.name, model.parameters, time.time()
                 peak, sent = max(one.trial.peaks, default=0), sum(one.trial.sent.values())
-                assert history is not None
-                history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
+                self._history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
 
     def _left(self, base: TrialResult) -> float:
         """Returns the seconds that the run will take, if its steps are those of the script's first loop."""
@@ -329,7 +328,7 @@ def _command(options: LaunchOptions, answer: Answer, launcher: Sequence[str], ho
 
 
 def _nothing(answer: Answer) -> str:
-    """Returns why there is no best plan."""
+    """Explains why no plan can be recommended."""
     if answer.prospects:
         return "no plan fits: use more workers, on other hosts, or a smaller model"
     return "no plan can be used for this model, for the reasons below: use other words or another number of workers"

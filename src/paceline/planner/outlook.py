@@ -196,7 +196,8 @@ class Outlook(Description, frozen=True):
             return None
         uncorrected = self._forecast(now).seconds(present) * self.ratio
         about = self.model.name, self.model.parameters, time.time()
-        seconds, (sends, did_send) = (uncorrected, self.predicted, now.seconds), sent
+        seconds = uncorrected, self.predicted, now.seconds
+        sends, did_send = sent
         return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, sends, did_send)
 
     @staticmethod

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
-from paceline.comm.codec_tuning import coding_seconds
+from paceline.comm.codec_tuning import ROUNDING, coding_seconds
 from paceline.comm.communicator import Group, refusing_collectives
 from paceline.compute.blocks import blocks_of
 from paceline.compute.microbatches import Chunk, MicroBatch, join, name_of, tensors_of
@@ -254,7 +254,7 @@ def _coding(most: int, group: Group) -> dict[str, float]:
     at most. Collective.
     """
     seconds = dict[str, float]()
-    for word in ("bf16", "fp16", "int8"):
+    for word in ROUNDING[1:]:  # the first one is "none"
         group.gather_json(0)  # all begin together
         seconds[word] = max(group.gather_json(coding_seconds(word, min(most, CODED))))
     return seconds

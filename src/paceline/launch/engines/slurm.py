@@ -132,8 +132,8 @@ def excluded_nodes(asked: Sequence[str], about: str) -> list[str]:
 
 
 def of_any_node(asked: Sequence[str]) -> list[str]:
-    """Returns the options `asked` without those that select nodes or set their number: any other node may replace a
-    node that was left out.
+    """Removes the options that select nodes or set their number from `asked`, so that any node may replace one that was
+    left out.
     """
     _, others = _take_options(asked, OF_NODES)
     return others
